@@ -1,0 +1,1 @@
+"""The training engine: config, data, trainer, evaluation, checkpoints, monitoring."""

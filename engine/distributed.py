@@ -1,0 +1,135 @@
+"""Processes: who am I, how do ranks find each other, and how do they agree on small things.
+
+DeepSpeed's launcher and torchrun set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; under
+Slurm they come from its own variables, and a plain `python` run is a world of one. Collectives on tensors
+run on the accelerator's backend (NCCL, gloo); small control messages (flags, objects) run on a gloo group
+beside it, so that a decision made on the CPU never waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_control_group: Any = None
+
+
+def adopt_launcher_environment() -> None:
+    """Fill in torch's rendezvous variables from Slurm, or for a single process."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        env.setdefault("LOCAL_RANK", "0")
+        return
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        first_host = _first_slurm_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost"))
+        # A port that all ranks of a job derive alike, and two jobs on one node rarely share.
+        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
+        env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=env["SLURM_NTASKS"], LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
+        env.setdefault("MASTER_ADDR", first_host)
+        env.setdefault("MASTER_PORT", str(port))
+        return
+    env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+
+
+def _first_slurm_host(nodes: str) -> str:
+    """`gpu[003-010,015],cpu1` -> `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    return (match.group(1) + (match.group(2) or "")) if match else "localhost"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def init_distributed(*, init_method: str | None = None, rank: int = -1, world_size: int = -1,
+                     timeout_minutes: float = 30) -> None:
+    """Form the process group through DeepSpeed, on whatever accelerator it finds."""
+    global _control_group
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a
+    # process killed meanwhile leaves a lock that hangs all later ones). Told that the op is incompatible it uses gloo.
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    timeout = timedelta(minutes=timeout_minutes)
+    deepspeed.init_distributed(init_method=init_method, rank=rank, world_size=world_size, timeout=timeout,
+                               auto_mpi_discovery=False, verbose=False)
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(local_rank())
+    _control_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def reset_distributed() -> None:
+    """Leave the process group so that another can be formed in this process."""
+    global _control_group
+    import deepspeed
+
+    _control_group = None
+    deepspeed.comm.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device() -> torch.device:
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def gather_objects(value: Any) -> list[Any] | None:
+    """Every rank's value, in rank order, on rank 0; None elsewhere."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, gathered, dst=0, group=_control_group)
+    return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_control_group)
+    return box[0]
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value, group=_control_group)
+    return gathered
+
+
+def sum_over_ranks(flags: torch.Tensor) -> torch.Tensor:
+    """All-reduce a small CPU tensor on the control group, in place."""
+    if world_size() > 1:
+        dist.all_reduce(flags, group=_control_group)
+    return flags
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier(group=_control_group)
