@@ -8,14 +8,18 @@ beside it, so that a decision made on the CPU never waits for the device.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
+
+from engine.config.errors import UserError
 
 _control_group: Any = None
 
@@ -49,11 +53,21 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def import_deepspeed() -> Any:
+    """DeepSpeed without its start-up notices; its later warnings stay."""
+    logging.disable(logging.WARNING)
+    try:
+        import deepspeed
+    finally:
+        logging.disable(logging.NOTSET)
+    return deepspeed
+
+
 def init_distributed(*, init_method: str | None = None, rank: int = -1, world_size: int = -1,
                      timeout_minutes: float = 30) -> None:
     """Form the process group through DeepSpeed, on whatever accelerator it finds."""
     global _control_group
-    import deepspeed
+    deepspeed = import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
     # DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a
@@ -133,3 +147,16 @@ def sum_over_ranks(flags: torch.Tensor) -> torch.Tensor:
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier(group=_control_group)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Let all ranks fail where one does: a UserError on any of them is raised, with its text, on every rank."""
+    failure: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    for source, text in enumerate(all_gather_objects(str(failure) if failure else None)):
+        if text is not None:
+            raise failure or UserError(f"rank {source}: {text}")

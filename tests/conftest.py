@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+# The folders of the tests mirror the packages: without this, `tests/engine` would pass for a namespace package `engine`.
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from ranks import Ranks  # noqa: E402
 

@@ -1,0 +1,190 @@
+"""From a JSON file and overrides to a validated RunConfig."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Sequence
+
+from pydantic import ValidationError
+
+from engine.config.errors import ConfigError, nearest
+from engine.config.schema import RunConfig
+
+BLOCKS = ("name", "detector", "data", "optimizer", "schedule", "run")
+
+# DeepSpeed reads its top-level keys one by one and ignores any other in silence, so the check is ours (0.19.8).
+DEEPSPEED_KEYS = frozenset("""
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+gradient_clipping gradient_predivide_factor gradient_allreduce_op prescale_gradients communication_data_type
+seq_parallel_communication_data_type seq_parallel_size sparse_gradients steps_per_print wall_clock_breakdown
+memory_breakdown dump_state disable_allgather disable_python_gc log_level
+bf16 bfloat16 fp16 amp torch_autocast data_types keep_in_fp32_modules
+zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer graph_harvesting compile
+activation_checkpointing sparse_attention aio flops_profiler comms_logger tensorboard csv_monitor wandb comet
+monitor_config checkpoint elasticity autotuning compression_training data_efficiency curriculum_learning
+progressive_layer_drop eigenvalue pipeline tensor_parallel hybrid_engine nebula datastates_ckpt
+use_data_before_expert_parallelism dataloader_drop_last quantize_training weight_quantization expert_parallel
+""".split())
+
+
+def find_config(name: str) -> Path:
+    """A path as it stands, or a file of the installed `ds_configs` by name, with or without `.json`."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    import ds_configs  # a namespace package: it holds JSON files only
+
+    for folder in ds_configs.__path__:
+        for candidate in (Path(folder) / path.name, Path(folder) / f"{path.name}.json"):
+            if candidate.is_file():
+                return candidate
+    shipped = sorted(p.stem for folder in ds_configs.__path__ for p in Path(folder).glob("*.json"))
+    raise ConfigError(f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}'
+                      + nearest(path.stem, shipped))
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    path = find_config(name)
+    try:
+        data = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(data).__name__}")
+    for override in overrides:
+        apply_override(data, override)
+    data.setdefault("name", path.stem)
+    return parse_config(data)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(f'the key "{twice}" stands twice in one JSON object: keep one')
+    return seen
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """`a.b=c` sets data["a"]["b"]; c is JSON where it parses as such, else text. `detector.options.x.y=c` is one option."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f'--set takes KEY=VALUE with a dotted key, such as run.seed=1, got "{override}"')
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    parts = key.split(".")
+    # Below these, keys themselves hold dots: they are written whole.
+    for whole in (["detector", "options"], ["optimizer", "paramwise", "lr_mult"]):
+        if parts[:len(whole)] == whole and len(parts) > len(whole) + 1:
+            parts = whole + [".".join(parts[len(whole):])]
+    node = data
+    for depth, part in enumerate(parts[:-1]):
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f'--set {override}: "{".".join(parts[:depth + 1])}" is a value and has no keys below it')
+    node[parts[-1]] = value
+
+
+def parse_config(data: dict[str, Any]) -> RunConfig:
+    data = {"name": "run", **data}
+    if "scheduler" in data:
+        raise ConfigError('DeepSpeed\'s "scheduler" block is refused: the learning rate belongs to "schedule"')
+    unknown = [key for key in data if key not in DEEPSPEED_KEYS and key not in BLOCKS]
+    if unknown:
+        raise ConfigError(f'unknown key "{unknown[0]}"{nearest(unknown[0], (*DEEPSPEED_KEYS, *BLOCKS))}')
+    blocks = {key: data.pop(key) for key in BLOCKS if key in data}
+    _check_deepspeed(data)
+    try:
+        config = RunConfig(**blocks, deepspeed=data)
+    except ValidationError as error:
+        raise ConfigError(_one_sentence(error)) from None
+    return _absolute_paths(config)
+
+
+def _check_deepspeed(config: dict[str, Any]) -> None:
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(f"zero_optimization must be an object such as {{\"stage\": 2}}, got {zero!r}")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
+    for key in ("bf16", "fp16"):
+        block = config.get(key, {})
+        if not isinstance(block, dict) or not isinstance(block.get("enabled", False), bool):
+            raise ConfigError(f'{key} must be an object such as {{"enabled": true}}, got {block!r}')
+    if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
+        raise ConfigError("bf16 and fp16 are both enabled: choose one")
+    clipping = config.get("gradient_clipping", 0.0)
+    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
+        raise ConfigError(f"gradient_clipping must be a number >= 0 (0 means none), got {clipping!r}")
+
+
+_EXPECTED = {
+    "int_type": "a whole number", "float_type": "a number", "string_type": "text", "bool_type": "true or false",
+    "list_type": "a list", "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
+}
+
+
+def _one_sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    kind, given, context = first["type"], first["input"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        *parents, word = [str(part) for part in first["loc"]]
+        return f'unknown key "{where}"{nearest(word, _known_keys(parents))}'
+    if kind == "missing":
+        return f'the key "{where}" is missing'
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"{where} must be one of {context['expected']}, got {given!r}"
+    if kind in _EXPECTED:
+        return f"{where} must be {_EXPECTED[kind]}, got {given!r}"
+    bounds = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
+              "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
+    if kind in bounds:
+        key, word = bounds[kind]
+        return f"{where} must be {word} {context[key]}, got {given!r}"
+    return f"{where}: {first['msg']}, got {given!r}"
+
+
+def _known_keys(parents: Sequence[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in parents:
+        annotation = model.model_fields[part].annotation
+        candidates = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")]
+        if not candidates:
+            return []
+        model = candidates[0]
+    return list(model.model_fields)
+
+
+def _absolute_paths(config: RunConfig) -> RunConfig:
+    """Paths are relative to the current directory (those of a split to data.root); saved, they are absolute."""
+    data = config.data
+    if data.dataset == "coco":
+        root = _expand(data.root)
+        splits = {}
+        for name in ("train", "val"):
+            split = getattr(data, name)
+            update = {key: str((root / _expand(value)).resolve()) for key, value in split.model_dump().items()
+                      if value is not None}
+            splits[name] = split.model_copy(update=update)
+        data = data.model_copy(update={**splits, "root": ""})
+    detector, run = config.detector, config.run
+    if detector.load_from:
+        detector = detector.model_copy(update={"load_from": str(_expand(detector.load_from).resolve())})
+    if run.work_dir:
+        run = run.model_copy(update={"work_dir": str(_expand(run.work_dir).resolve())})
+    return config.model_copy(update={"data": data, "detector": detector, "run": run})
+
+
+def _expand(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()

@@ -1,0 +1,142 @@
+"""The typed form of our blocks. Every field's meaning stands in its description, from which docs/config.md is made.
+
+DeepSpeed's keys are not modelled here: they are passed through untouched (`RunConfig.deepspeed`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Block(BaseModel):
+    # strict: "3" is not a number and 1 is not true, so that a slip in the JSON is seen and not guessed at.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class DetectorConfig(Block):
+    config: str = Field(description="zoo name, `mmdet::folder/file.py`, or path to an mmdet config")
+    options: dict[str, Any] = Field({}, description='dotted changes to the mmdet model, e.g. {"backbone.depth": 18}')
+    load_from: str | None = Field(None, description="weights to start from: a detector or a backbone, .pth or .safetensors")
+    drop_mismatched: bool = Field(
+        False, description="leave out tensors of load_from with another shape, such as heads for other classes")
+    frozen: list[str] = Field([], description="prefixes of parameters that are not trained")
+    sync_bn: bool = Field(False, description="batch-norm statistics over all ranks")
+    checkpoint_activations: list[str] = Field([], description="prefixes whose blocks are recomputed in backward")
+    zero_init: bool = Field(False, description="build the model already partitioned (ZeRO-3, models that do not fit)")
+    skippable: list[str] = Field(
+        [], description="prefixes of modules that some ranks may skip in a step: kept whole under ZeRO-3")
+
+
+class SplitConfig(Block):
+    annotations: str = Field(description="annotation file in COCO form")
+    images: str = Field(description="image folder")
+    panoptic: str | None = Field(None, description="folder of panoptic PNGs (panoptic task)")
+
+
+class ShapesConfig(Block):
+    train_images: int = Field(400, ge=1, description="training images")
+    val_images: int = Field(100, ge=1, description="validation images")
+    image_size: int = Field(160, ge=32, le=2048, description="longer side in pixels")
+    max_objects: int = Field(6, ge=1, le=40, description="most objects in an image")
+    seed: int = Field(0, ge=0, description="seed of the generator")
+
+
+class DataConfig(Block):
+    task: Literal["detection", "instance", "panoptic"] = Field(
+        "detection", description="boxes; boxes and masks; things and stuff")
+    dataset: Literal["coco", "shapes"] = Field("coco", description="files in COCO layout, or the embedded data set")
+    root: str = Field("", description="folder that the paths of train and val are relative to")
+    train: SplitConfig | None = Field(None, description="training split (coco)")
+    val: SplitConfig | None = Field(None, description="validation split (coco)")
+    shapes: ShapesConfig = Field(ShapesConfig(), description="size of the embedded data set (shapes)")
+    scale: list[int] = Field([1333, 800], min_length=2, max_length=2,
+                             description="longer and shorter side that images are resized to fit")
+    train_scales: list[list[int]] | None = Field(
+        None, description="two scales to draw from uniformly while training, instead of `scale`")
+    flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    augmentation: list[dict[str, Any]] = Field(
+        [], description="further mmdet transforms, after the flip, as mmdet writes them")
+    keep_empty: bool = Field(False, description="train on images without objects too")
+    group_by_aspect: bool = Field(False, description="micro-batches of like orientation inside a global batch")
+    workers: int = Field(2, ge=0, le=64, description="loader processes for each rank")
+
+    @model_validator(mode="after")
+    def _complete(self) -> "DataConfig":
+        if self.dataset == "coco" and (self.train is None or self.val is None):
+            missing = "train" if self.train is None else "val"
+            raise ValueError(f'data.{missing} is missing: give {{"annotations": FILE, "images": FOLDER}}, '
+                             'or set data.dataset to "shapes"')
+        if min(self.scale) < 16:
+            raise ValueError(f"data.scale must be two sides of at least 16 pixels, got {self.scale}")
+        if self.train_scales is not None and (
+                len(self.train_scales) != 2 or any(len(s) != 2 or min(s) < 16 for s in self.train_scales)):
+            raise ValueError(f"data.train_scales must be two [longer, shorter] pairs, got {self.train_scales}")
+        return self
+
+
+class ParamwiseConfig(Block):
+    norm_decay: bool = Field(True, description="weight decay on normalisation layers")
+    bias_decay: bool = Field(True, description="weight decay on biases")
+    lr_mult: dict[str, float] = Field({}, description='learning-rate factor by prefix, e.g. {"backbone": 0.1}')
+    layer_decay: float | None = Field(
+        None, gt=0, le=1, description="learning-rate factor per backbone layer, counted from the head down")
+
+
+class OptimizerConfig(Block):
+    type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours")
+    params: dict[str, Any] = Field({}, description="its arguments, with torch's meaning")
+    paramwise: ParamwiseConfig = Field(ParamwiseConfig(), description="exceptions for some parameters")
+
+
+class ScheduleConfig(Block):
+    epochs: float | None = Field(None, gt=0, description="length of the run in epochs (or give `steps`)")
+    steps: int | None = Field(None, ge=1, description="length of the run in optimizer steps (or give `epochs`)")
+    warmup_steps: int | None = Field(None, ge=0, description="warm-up length in optimizer steps")
+    warmup_epochs: float | None = Field(None, ge=0, description="warm-up length in epochs")
+    warmup: Literal["linear", "exponential"] = Field("linear", description="shape of the warm-up")
+    warmup_start: float = Field(0.001, gt=0, le=1, description="factor at the first step")
+    decay: Literal["multistep", "poly", "cosine", "constant"] = Field("multistep", description="shape after warm-up")
+    milestones: list[float] = Field([0.75, 0.917], description="multistep: drops, as epochs (> 1) or fractions (< 1)")
+    gamma: float = Field(0.1, gt=0, le=1, description="multistep: factor at a milestone")
+    power: float = Field(0.9, gt=0, description="poly: exponent")
+    min_factor: float = Field(0.0, ge=0, le=1, description="poly and cosine: factor at the end")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "ScheduleConfig":
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("schedule needs exactly one of epochs and steps")
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("schedule takes one of warmup_steps and warmup_epochs, not both")
+        return self
+
+
+class RunSettings(Block):
+    seed: int = Field(0, ge=0, description="everything random derives from it")
+    work_dir: str | None = Field(None, description="where records go; default work_dirs/<name>-<time>")
+    eval_interval: float | None = Field(
+        None, ge=0, description="epochs between evaluations; 0 never, default: at the end")
+    eval_backend: Literal["pycocotools", "faster-coco-eval"] = Field("pycocotools", description="who computes AP")
+    eval_batch_size: int = Field(1, ge=1, description="images at a time in evaluation, on each rank")
+    checkpoint_interval: float | None = Field(
+        None, ge=0, description="epochs between saved weights; 0 never, default: at the end")
+    keep_last: int = Field(2, ge=1, description="how many saved weights are kept")
+    log_interval: int = Field(10, ge=1, description="optimizer steps between lines where the output is no terminal")
+    max_nonfinite: int = Field(3, ge=1, description="non-finite losses in a row that stop the run")
+    draw: int = Field(6, ge=0, le=64, description="validation images drawn at the end")
+
+
+class RunConfig(Block):
+    name: str
+    detector: DetectorConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    run: RunSettings = RunSettings()
+    deepspeed: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The file that repeats this run: DeepSpeed's keys first, then our blocks."""
+        blocks = self.model_dump(exclude={"deepspeed", "name"})
+        return {"name": self.name, **self.deepspeed, **blocks}

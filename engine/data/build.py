@@ -1,0 +1,56 @@
+"""The data of a run: two splits, their classes, and where they lie on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import distributed
+from engine.config.schema import DataConfig, SplitConfig
+from engine.data.coco import Classes, DataError, build_dataset, check_same_classes, read_annotations, read_classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    dataset: Any
+    content: dict[str, Any]  # the annotation file as it stands, for scoring
+    files: SplitConfig
+
+
+def split_files(data: DataConfig) -> dict[str, SplitConfig]:
+    """The files of train and val; for the embedded data set they are written first, by one rank of each node."""
+    if data.dataset == "coco":
+        return {"train": data.train, "val": data.val}
+    from engine.data.shapes import ShapesSettings, write_shapes
+
+    try:
+        settings = ShapesSettings(**data.shapes.model_dump())
+        # One rank of a node writes; the others find the finished folder, or see the same error.
+        with distributed.together():
+            if distributed.local_rank() == 0:
+                write_shapes(settings, progress=distributed.rank() == 0)
+        root = write_shapes(settings)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the shapes data set cannot be written: {error}") from None
+    return {split: _shapes_split(root, split, data.task) for split in ("train", "val")}
+
+
+def _shapes_split(root: Path, split: str, task: str) -> SplitConfig:
+    folder = root / "annotations"
+    if task == "panoptic":
+        return SplitConfig(annotations=str(folder / f"panoptic_{split}2017.json"), images=str(root / f"{split}2017"),
+                           panoptic=str(folder / f"panoptic_{split}2017"))
+    return SplitConfig(annotations=str(folder / f"instances_{split}2017.json"), images=str(root / f"{split}2017"))
+
+
+def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
+    files = split_files(data)
+    contents = {name: read_annotations(split.annotations) for name, split in files.items()}
+    panoptic = data.task == "panoptic"
+    classes = read_classes(contents["train"], panoptic=panoptic)
+    check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotations)
+    train, val = (Split(dataset=build_dataset(data, files[name], classes, training=name == "train",
+                                              content=contents[name]), content=contents[name], files=files[name])
+                  for name in ("train", "val"))
+    return train, val, classes

@@ -1,0 +1,135 @@
+"""COCO-style data as mmdet loads it, with class names taken from the file and faults told in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, Sequence
+
+from engine.config.errors import UserError, nearest
+from engine.config.schema import DataConfig, SplitConfig
+
+
+class DataError(UserError):
+    """A data set, annotation or image cannot be used."""
+
+
+class Classes(NamedTuple):
+    """Class names in label order, and how the file names them."""
+
+    things: tuple[str, ...]
+    stuff: tuple[str, ...]
+    category_ids: tuple[int, ...]  # things first, then stuff
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.things + self.stuff
+
+
+def read_annotations(path: str) -> dict[str, Any]:
+    """The whole annotation file, checked for what any COCO reader needs."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise DataError(f"annotation file {path} does not exist: check data.root and the split's annotations") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"annotation file {path} is not JSON: {error.msg} at line {error.lineno}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"annotation file {path} cannot be read: {error}") from None
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise DataError(f'annotation file {path} is not in COCO form: it has no list "{key}"')
+    if not content["images"]:
+        raise DataError(f"annotation file {path} lists no images")
+    if not content["categories"]:
+        raise DataError(f"annotation file {path} lists no categories")
+    return content
+
+
+def read_classes(content: dict[str, Any], *, panoptic: bool) -> Classes:
+    categories = content["categories"]
+    things = [c for c in categories if not panoptic or c.get("isthing", 1)]
+    stuff = [c for c in categories if panoptic and not c.get("isthing", 1)]
+    return Classes(tuple(c["name"] for c in things), tuple(c["name"] for c in stuff),
+                   tuple(c["id"] for c in things + stuff))
+
+
+def check_same_classes(train: Classes, val: Classes, val_path: str) -> None:
+    if set(train.all) != set(val.all):
+        odd = sorted(set(train.all) ^ set(val.all))[0]
+        side, other = ("training", "validation") if odd in train.all else ("validation", "training")
+        raise DataError(f'class "{odd}" is in the {side} annotations but not in the {other} ones ({val_path})'
+                        + nearest(odd, set(train.all) & set(val.all)))
+
+
+def train_pipeline(data: DataConfig) -> list[dict[str, Any]]:
+    if data.train_scales is not None:
+        resize = dict(type="RandomResize", scale=[tuple(s) for s in data.train_scales], keep_ratio=True)
+    else:
+        resize = dict(type="Resize", scale=tuple(data.scale), keep_ratio=True)
+    return [dict(type="LoadImageFromFile", backend_args=None), _load_annotations(data.task), resize,
+            dict(type="RandomFlip", prob=data.flip), *[dict(step) for step in data.augmentation],
+            dict(type="PackDetInputs")]
+
+
+def test_pipeline(data: DataConfig) -> list[dict[str, Any]]:
+    return [dict(type="LoadImageFromFile", backend_args=None),
+            dict(type="Resize", scale=tuple(data.scale), keep_ratio=True),
+            dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor"))]
+
+
+def _load_annotations(task: str) -> dict[str, Any]:
+    if task == "panoptic":
+        return dict(type="LoadPanopticAnnotations", with_bbox=True, with_mask=True, with_seg=True, backend_args=None)
+    return dict(type="LoadAnnotations", with_bbox=True, with_mask=task == "instance")
+
+
+def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool,
+                  content: dict[str, Any]) -> Any:
+    """An mmdet data set over one split. A panoptic one is read from its PNGs in training only: scoring needs no maps."""
+    import contextlib
+    import io
+
+    from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
+
+    from mmdet.datasets import CocoPanopticDataset
+
+    _check_split(data, split, content)
+    options: dict[str, Any] = dict(
+        ann_file=split.annotations, metainfo=dict(classes=classes.all), data_prefix=dict(img=split.images),
+        pipeline=train_pipeline(data) if training else test_pipeline(data), test_mode=not training,
+        filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None)
+    if data.task == "panoptic" and training:
+        options["metainfo"].update(thing_classes=classes.things, stuff_classes=classes.stuff)
+        options["data_prefix"]["seg"] = split.panoptic
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+            dataset = CocoPanopticDataset(**options)
+    else:
+        dataset = GigadetCoco(content=content, **options)
+    if len(dataset) == 0:
+        raise DataError(f"no image of {split.annotations} has an annotated object: "
+                        "set data.keep_empty to true to train on empty images all the same")
+    return dataset
+
+
+def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) -> None:
+    folder = Path(split.images)
+    if not folder.is_dir():
+        raise DataError(f"image folder {folder} does not exist: check data.root and the split's images")
+    first = folder / content["images"][0].get("file_name", "")
+    if not first.is_file():
+        raise DataError(f"image {first} does not exist, though {split.annotations} lists it")
+    if data.task == "instance" and not any(a.get("segmentation") for a in content["annotations"]):
+        raise DataError(f'data.task is "instance" but {split.annotations} has no masks (no "segmentation"): '
+                        'use data.task "detection"')
+    if data.task == "panoptic":
+        if split.panoptic is None or not Path(split.panoptic).is_dir():
+            raise DataError(f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}')
+        if not any("segments_info" in a for a in content["annotations"][:1]):
+            raise DataError(f'{split.annotations} is not a panoptic file: its annotations have no "segments_info"')
+
+
+def landscape_flags(dataset: Any) -> Sequence[bool]:
+    """Whether each image is wider than tall, for grouping by aspect."""
+    infos = (dataset.get_data_info(index) for index in range(len(dataset)))
+    return [info["width"] >= info["height"] for info in infos]

@@ -1,0 +1,65 @@
+"""Which samples form which micro-batch: a function of seed and batch size alone, not of ranks or workers.
+
+Epoch e is a permutation of the data set drawn from (seed, e), cut into ceil(size / batch) global batches, the last
+one filled up from the epoch's first samples. Micro-batch j = k N + r of a global batch (accumulation step k on rank
+r of N) is its j-th slice, whoever computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from engine.config.batch import BatchPlan
+from engine.randomness import ORDER
+
+
+class SampleKey(NamedTuple):
+    """One sample of the run: `position` in the epoch gives it random numbers of its own, also when an image repeats."""
+
+    epoch: int
+    position: int
+    index: int
+
+
+class GlobalBatches:
+    """`batches[step]` is the global batch of an optimizer step, counted from 0 over the whole run."""
+
+    def __init__(self, *, size: int, batch: int, seed: int, landscape: Sequence[bool] | None = None) -> None:
+        self.size, self.batch, self.seed = size, batch, seed
+        self.steps_per_epoch = math.ceil(size / batch)
+        self._landscape = landscape
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, step: int) -> list[SampleKey]:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._permutation = np.random.default_rng((self.seed, ORDER, epoch)).permutation(self.size)
+            self._epoch = epoch
+        positions = range(within * self.batch, (within + 1) * self.batch)
+        keys = [SampleKey(epoch, p, int(self._permutation[p % self.size])) for p in positions]
+        if self._landscape is not None:
+            # A stable sort inside the global batch: like orientations meet in a micro-batch, the batch stays the same.
+            keys.sort(key=lambda key: self._landscape[key.index])
+        return keys
+
+
+class RankMicroBatches:
+    """The micro-batches of one rank in the order it computes them, from one optimizer step to another."""
+
+    def __init__(self, batches: GlobalBatches, plan: BatchPlan, *, rank: int, start: int, stop: int) -> None:
+        self.batches, self.plan, self.rank, self.start, self.stop = batches, plan, rank, start, stop
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) * self.plan.accumulation
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        micro = self.plan.micro
+        for step in range(self.start, self.stop):
+            keys = self.batches[step]
+            for k in range(self.plan.accumulation):
+                j = k * self.plan.world + self.rank
+                yield keys[j * micro:(j + 1) * micro]

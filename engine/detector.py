@@ -1,0 +1,184 @@
+"""From a name to a detector: zoo name, `mmdet::...` or a path; options; class count; nothing downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from torch import nn
+
+from engine.config.errors import ConfigError, nearest
+from engine.config.schema import DetectorConfig
+from engine.data.coco import Classes
+from engine.mmdet_setup import quiet
+
+
+def config_path(name: str) -> Path:
+    from models.zoo import zoo_configs
+
+    if name.startswith("mmdet::"):
+        import mmdet
+
+        folder = Path(mmdet.__file__).parent / ".mim" / "configs"
+        path = folder / name[len("mmdet::"):]
+        if path.is_file():
+            return path
+        known = [str(p.relative_to(folder)) for p in folder.glob("*/*.py")]
+        raise ConfigError(f'mmdet has no config "{name}"{nearest(name[len("mmdet::"):], known)}')
+    if name in zoo_configs():
+        return zoo_configs()[name]
+    if Path(name).expanduser().is_file():
+        return Path(name).expanduser()
+    known = list(zoo_configs())
+    raise ConfigError(f'detector.config "{name}" is not a file, not in the zoo ({", ".join(known)}), and does not '
+                      f'begin with "mmdet::"{nearest(name, known)}')
+
+
+def model_config(config: DetectorConfig, classes: Classes) -> Any:
+    """The mmdet model dictionary as it will be built."""
+    from mmengine.config import Config
+
+    path = config_path(config.config)
+    try:
+        full = Config.fromfile(str(path))
+    except Exception as error:  # a config is Python: anything may go wrong in it
+        raise ConfigError(f"mmdet config {path} cannot be read ({type(error).__name__}: {error})") from None
+    if "model" not in full:
+        raise ConfigError(f"mmdet config {path} defines no `model`")
+    full = Config(dict(model=full.model))
+    _drop_downloads(full.model)
+    _size_heads(full.model, classes)
+    try:
+        full.merge_from_dict({f"model.{key}": value for key, value in config.options.items()})
+    except (KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"detector.options do not fit the model ({error})") from None
+    return full.model
+
+
+def _walk(node: Any) -> Iterator[dict]:
+    if isinstance(node, dict):
+        yield node
+        for value in list(node.values()):
+            yield from _walk(value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            yield from _walk(value)
+
+
+def _drop_downloads(model: Any) -> None:
+    """Pre-trained weights come from a file the user names: mmdet's own entries download, on every rank."""
+    for node in _walk(model):
+        init = node.get("init_cfg")
+        if isinstance(init, dict) and init.get("type") == "Pretrained":
+            node["init_cfg"] = None
+        if isinstance(node.get("pretrained"), str):
+            node["pretrained"] = None
+
+
+def _size_heads(model: Any, classes: Classes) -> None:
+    for node in _walk(model):
+        if "num_classes" in node and node.get("type") != "FusedSemanticHead":
+            node["num_classes"] = len(classes.things)
+        if "num_things_classes" in node:
+            node["num_things_classes"] = len(classes.things)
+            node["num_stuff_classes"] = len(classes.stuff)
+            if "num_classes" in node:
+                node["num_classes"] = len(classes.all)
+
+
+def build_detector(config: DetectorConfig, classes: Classes, task: str) -> nn.Module:
+    """The detector on the CPU (or wherever `deepspeed.zero.Init` puts it), without initialised weights."""
+    from mmdet.registry import MODELS
+
+    dictionary = model_config(config, classes)
+    try:
+        with quiet():
+            model = MODELS.build(dictionary)
+    except Exception as error:  # mmdet asserts and raises in every way; what it says is what helps
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f'detector "{config.config}" cannot be built with these options ({reason})') from error
+    check_task(model, config.config, task)
+    for name, module in model.named_modules():
+        count = getattr(module, "num_classes", None)
+        if name.endswith("bbox_head") and count is not None and count != len(classes.things):
+            raise ConfigError(f"{name} has {count} classes but the data has {len(classes.things)}: "
+                              "remove num_classes from detector.options")
+    for prefix in config.frozen:
+        _freeze(model, prefix)
+    return model
+
+
+def check_task(model: nn.Module, name: str, task: str) -> None:
+    with_mask = bool(getattr(model, "with_mask", False))
+    if task == "detection" and with_mask:
+        raise ConfigError(f'detector "{name}" has a mask head: set data.task to "instance", '
+                          'or remove the head with detector.options {"roi_head.mask_head": null}')
+    if task == "instance" and not with_mask:
+        raise ConfigError(f'data.task is "instance" but detector "{name}" has no mask head: use "detection"')
+    if task == "panoptic" and not getattr(model, "with_panoptic_fusion_head", hasattr(model, "panoptic_fusion_head")):
+        raise ConfigError(f'data.task is "panoptic" but detector "{name}" has no panoptic head')
+
+
+def _freeze(model: nn.Module, prefix: str) -> None:
+    frozen = [p for name, p in model.named_parameters() if name == prefix or name.startswith(prefix.rstrip(".") + ".")]
+    if not frozen:
+        children = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(f'detector.frozen: no parameter begins with "{prefix}"{nearest(prefix, children)}')
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+
+def describe(model: nn.Module) -> str:
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    total, trained = sum(n for n, _ in counts), sum(n for n, t in counts if t)
+    return f"{type(model).__name__}, {total / 1e6:.2f}M parameters, {trained / 1e6:.2f}M trained"
+
+
+def loss_in_fp32(model: nn.Module) -> None:
+    """Under bf16 or fp16, let heads compute targets, losses and boxes in fp32.
+
+    Coordinates above 256 do not survive bf16, and sums over thousands of anchors overflow fp16: this is what makes
+    half precision fail on detectors. The networks themselves stay in half precision.
+    """
+    names = ("loss_by_feat", "predict_by_feat", "loss_and_target", "_predict_by_feat_single")
+    for module in model.modules():
+        for name in names:
+            method = getattr(module, name, None)
+            if callable(method) and not isinstance(method, nn.Module):
+                setattr(module, name, _Fp32Call(method))
+
+
+class _Fp32Call:
+    """A bound method called with fp32 tensors, outside autocast. A class so that the module can still be copied."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
+        with torch.autocast(device, enabled=False):
+            return self.method(*_to_fp32(args), **_to_fp32(kwargs))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _to_fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)({key: _to_fp32(item) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_to_fp32(item) for item in value])
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_fp32(item) for item in value)
+    return value

@@ -1,0 +1,34 @@
+"""The one way into mmdet: our kernels under mmcv.ops first, no notices on the screen, everything registered.
+
+A module that imports mmdet at its top calls `import_mmdet()` before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import warnings
+from typing import Iterator
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep import-time notices of mmdet and its optional packages off the user's screen."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), \
+            warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@functools.cache
+def import_mmdet() -> None:
+    """Import mmdet with our kernels under mmcv.ops, and register everything that configs may name."""
+    import models  # noqa: F401  puts mmcv's kernels in place, which must come before mmdet
+
+    with quiet():
+        import mmdet.models  # noqa: F401
+        from mmdet.utils import register_all_modules
+
+        register_all_modules(init_default_scope=True)
+        import models.timm_backbone  # noqa: F401

@@ -1,0 +1,64 @@
+"""One live line on rank 0: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Mapping, TextIO
+
+from tqdm import tqdm
+
+
+class LiveLine:
+    """Shows steps of a run or of an evaluation with rate and time to go."""
+
+    def __init__(self, *, total: int, label: str, interval: int, start: int = 0, enabled: bool = True,
+                 stream: TextIO = sys.stderr) -> None:
+        self._enabled, self._total, self._label, self._interval = enabled, total, label, interval
+        self._stream, self._done, self._first = stream, start, start
+        self._began = time.monotonic()
+        self._bar = tqdm(total=total, initial=start, desc=label, file=stream, dynamic_ncols=True, leave=True,
+                         bar_format="{desc} {percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} {postfix} ETA {remaining}") \
+            if enabled and stream.isatty() else None
+
+    def update(self, text: str = "") -> None:
+        self._done += 1
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif self._done % self._interval == 0 or self._done == self._total:
+            print(f"{self._label} {self._done}/{self._total} {text} ETA {clock(self._remaining())}",
+                  file=self._stream, flush=True)
+
+    def _remaining(self) -> float:
+        spent = time.monotonic() - self._began
+        return spent / max(self._done - self._first, 1) * (self._total - self._done)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+
+
+def step_text(record: Mapping[str, Any]) -> str:
+    return (f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
+            f"{record['images_per_second']:.1f} img/s {record['memory_gb']:.2f} GB")
+
+
+def memory_gb() -> float:
+    """The accelerator's peak since the start, or this process's resident memory where there is no accelerator."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        return accelerator.max_memory_allocated() / 2**30
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**30

@@ -1,0 +1,75 @@
+"""Boxes and masks drawn on images: predictions beside ground truth, or predictions alone."""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    """A distinct, stable colour per class: golden-ratio steps around the hue circle."""
+    red, green, blue = colorsys.hsv_to_rgb((label * 0.618034) % 1, 0.85, 1.0)
+    return int(red * 255), int(green * 255), int(blue * 255)
+
+
+def draw_objects(image: np.ndarray, objects: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
+    """A copy of an RGB image with `objects`: `bbox` (xyxy), `label`, optional `score` and `mask`."""
+    import cv2
+
+    # Small images are enlarged, so that a label fits beside a box of twenty pixels.
+    scale = max(1, round(480 / max(image.shape[:2])))
+    canvas = cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC) if scale > 1 else image.copy()
+    for item in objects:
+        mask = item.get("mask")
+        if mask is not None:
+            mask = cv2.resize(mask.astype(np.uint8), canvas.shape[1::-1], interpolation=cv2.INTER_NEAREST).astype(bool)
+            canvas[mask] = (0.55 * canvas[mask] + 0.45 * np.array(_colour(item["label"]))).astype(np.uint8)
+    for item in objects:
+        colour = _colour(item["label"])
+        x1, y1, x2, y2 = (int(round(v * scale)) for v in item["bbox"])
+        cv2.rectangle(canvas, (x1, y1), (x2, y2), colour, 2)
+        text = names[item["label"]] + (f" {item['score']:.2f}" if "score" in item else "")
+        (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.42, 1)
+        x1 = min(x1, canvas.shape[1] - width)
+        top = max(y1 - height - 4, 0)
+        cv2.rectangle(canvas, (x1, top), (x1 + width, top + height + 4), colour, -1)
+        cv2.putText(canvas, text, (x1, top + height + 1), cv2.FONT_HERSHEY_SIMPLEX, 0.42, (0, 0, 0), 1, cv2.LINE_AA)
+    return canvas
+
+
+def read_image(path: str | Path) -> np.ndarray:
+    import cv2
+
+    image = cv2.imread(str(path), cv2.IMREAD_COLOR)
+    if image is None:
+        from engine.data.coco import DataError
+
+        raise DataError(f"image {path} does not exist or is not a picture")
+    return cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
+
+
+def save_image(path: Path, image: np.ndarray) -> None:
+    import cv2
+
+    cv2.imwrite(str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+
+
+def side_by_side(rows: Sequence[tuple[np.ndarray, np.ndarray]], path: Path) -> Path:
+    """`path` as a sheet: left the ground truth, right the prediction, two pairs a line."""
+    from matplotlib.figure import Figure
+
+    lines = (len(rows) + 1) // 2
+    figure = Figure(figsize=(13, 3.3 * lines), layout="constrained")
+    axes = np.atleast_2d(figure.subplots(lines, 4))
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for index, pair in enumerate(rows):
+        for side, (image, title) in enumerate(zip(pair, ("ground truth", "prediction"))):
+            axis = axes[index // 2, 2 * (index % 2) + side]
+            axis.imshow(image)
+            axis.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=100)
+    return path

@@ -1,0 +1,42 @@
+"""Records on disk: one JSON line per optimizer step, one per evaluation. Reports read these files and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Mapping
+
+
+class RecordFile:
+    """Appends JSON lines; every line is whole on disk before the next, so a killed run leaves a readable file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_plain(record)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a loss that is not a number is written as text, so that any reader can load the file."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+
+
+def write_json(path: Path, value: Any) -> None:
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(_plain(value), indent=2) + "\n")
+    aside.replace(path)

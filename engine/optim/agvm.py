@@ -1,0 +1,235 @@
+"""AGVM's modulator, and the optimizer base that carries it: what every update rule shares.
+
+The modulator turns three sums per module into a gradient variance and a factor on the learning rate. The base
+class multiplies the factor into the step and meets DeepSpeed through `engine.zero`, which finds the gradients.
+Nothing here knows a ZeRO stage, and an update rule is two short methods (see `agvm_sgd.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ESTIMATORS = ("halves", "replicas")
+
+# A half batch whose gradient is this small a share of the whole (squared) has none: its direction is rounding error.
+NO_GRADIENT = 1e-12
+
+
+class Modulator:
+    """mu, one factor on the learning rate per module, moved every tau optimizer steps.
+
+    With g the gradient of the whole batch, D the rule's element-wise preconditioner, and the sums per module i
+
+        halves      a = sum D^2 g^2,  b = sum D^2 d^2,  c = sum D^2 g d        d = (G1 - G2) / 2
+                    cos = (a + (p - q) c - p q b) / sqrt((a + 2 p c + p^2 b) (a - 2 q c + q^2 b))
+                    Phi = 1 - cos(D G1, D G2)
+        replicas    n = sum D^2 g^2,  S = sum D^2 Q                            Q = mean of u[j]^2
+                    Phi = 2 (S - n) / (S + (R - 2) n)
+
+    where u[j], j = 0..R-1, are the micro-batch gradients, G1 and G2 the means over even and odd j, n1 and n2 of them,
+    p = 2 n2 / R and q = 2 n1 / R. Then, e being `ratio_eps`,
+
+        mu[i] <- alpha mu[i] + (1 - alpha) clip( sqrt((Phi[anchor] + e) / (Phi[i] + e)) ),     mu[anchor] = 1.
+
+    A module without gradient keeps its mu. A window whose anchor has none, or with any sum that is not finite, is
+    discarded: mu and phi stay as they were.
+    """
+
+    def __init__(self, modules: Sequence[str], *, tau: int, alpha: float, anchor: str, estimator: str,
+                 clip: tuple[float, float], start_step: int, ratio_eps: float) -> None:
+        if int(tau) != tau or tau < 1:
+            raise ValueError(f"tau must be a whole number >= 1, got {tau}")
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be in [0, 1), got {alpha}")
+        if anchor not in modules:
+            raise ValueError(f"anchor must be one of the modules {list(modules)}, got {anchor!r}")
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {ESTIMATORS}, got {estimator!r}")
+        if len(clip) != 2 or not 0 < clip[0] <= 1 <= clip[1]:
+            raise ValueError(f"clip must be (low, high) with 0 < low <= 1 <= high, got {clip}")
+        if isinstance(start_step, str) or int(start_step) != start_step or start_step < 0:
+            raise ValueError(f"start_step must be a whole number >= 0 of optimizer steps, got {start_step!r}")
+        if not ratio_eps >= 0:
+            raise ValueError(f"ratio_eps must be >= 0, got {ratio_eps}")
+        self.tau, self.alpha, self.anchor, self.estimator = int(tau), alpha, anchor, estimator
+        self.clip, self.start_step, self.ratio_eps = tuple(clip), int(start_step), ratio_eps
+        self.mu: dict[str, float] = {name: 1.0 for name in modules}
+        self.phi: dict[str, float] = {}
+        self.windows = self.discarded = 0
+        self.last_window: int | None = None
+
+    def is_window(self, step: int) -> bool:
+        """Whether optimizer step t (counted from 1) measures the gradient variance."""
+        return step > self.start_step and step % self.tau == 0
+
+    def variance(self, sums: Sequence[float], micro_batches: int) -> float | None:
+        """Phi of one module from its three all-reduced sums, or None if it has no gradient."""
+        R = micro_batches
+        if self.estimator == "replicas":
+            n, S, _ = sums
+            return None if S <= 0 else max(0.0, 2 * (S - n) / (S + (R - 2) * n))
+        a, b, c = sums
+        n1, n2 = (R + 1) // 2, R // 2
+        p, q = 2 * n2 / R, 2 * n1 / R
+        first, second = a + 2 * p * c + p * p * b, a - 2 * q * c + q * q * b          # |D G1|^2 and |D G2|^2
+        if min(first, second) <= NO_GRADIENT * (a + b):
+            return None
+        cosine = (a + (p - q) * c - p * q * b) / math.sqrt(first * second)
+        return 1 - min(1.0, max(-1.0, cosine))
+
+    def update(self, step: int, sums: dict[str, Sequence[float]], micro_batches: int) -> bool:
+        """Take one window's sums per module; False if the window was discarded."""
+        if not all(math.isfinite(x) for values in sums.values() for x in values):
+            return self.discard("a gradient was not finite")
+        phi = {name: self.variance(values, micro_batches) for name, values in sums.items()}
+        anchor = phi.get(self.anchor)
+        if anchor is None:
+            return self.discard(f"the anchor {self.anchor!r} had no gradient")
+        self.phi = {name: value for name, value in phi.items() if value is not None}
+        low, high = self.clip
+        for name, value in self.phi.items():
+            if name != self.anchor:
+                # With ratio_eps 0 a module without variance asks for the largest step that clip allows.
+                noise = value + self.ratio_eps
+                ratio = math.sqrt((anchor + self.ratio_eps) / noise) if noise > 0 else high
+                self.mu[name] = self.alpha * self.mu[name] + (1 - self.alpha) * min(high, max(low, ratio))
+        self.windows, self.last_window = self.windows + 1, step
+        return True
+
+    def discard(self, reason: str) -> bool:
+        self.discarded += 1
+        logger.info("AGVM window discarded: %s", reason)
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mu": dict(self.mu), "phi": dict(self.phi), "windows": self.windows, "discarded": self.discarded,
+                "last_window": self.last_window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing, unknown = set(self.mu) - set(state["mu"]), set(state["mu"]) - set(self.mu)
+        if missing or unknown:
+            logger.warning("AGVM state: modules %s start at mu = 1, modules %s of the checkpoint are not in this model",
+                           sorted(missing), sorted(unknown))
+        self.mu = {name: float(state["mu"].get(name, 1.0)) for name in self.mu}
+        self.mu[self.anchor] = 1.0
+        self.phi = {name: float(value) for name, value in state["phi"].items() if name in self.mu}
+        self.windows, self.discarded = int(state["windows"]), int(state["discarded"])
+        self.last_window = state["last_window"]
+
+
+class AGVMOptimizer(torch.optim.Optimizer):
+    """Base of the rules. A rule gives `update` (the step at a given learning rate) and `preconditioner` (D^2).
+
+    Every param group names its module under `module`. The schedule owns `group["lr"]`; a step uses lr * mu[module].
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, tau: int = 10, alpha: float = 0.97,
+                 anchor: str = "backbone", estimator: str = "halves", clip: tuple[float, float] = (0.1, 10.0),
+                 start_step: int = 0, ratio_eps: float = 1e-12) -> None:
+        super().__init__(params, defaults)
+        unnamed = [i for i, group in enumerate(self.param_groups) if not isinstance(group.get("module"), str)]
+        if unnamed:
+            raise ValueError(f"param groups {unnamed} have no name under 'module': "
+                             "build the groups with engine.optim.module_groups(model, modules)")
+        self.modulator = Modulator(list(dict.fromkeys(g["module"] for g in self.param_groups)), tau=tau, alpha=alpha,
+                                   anchor=anchor, estimator=estimator, clip=clip, start_step=start_step,
+                                   ratio_eps=ratio_eps)
+
+    @property
+    def phi(self) -> dict[str, float]:
+        """1 - cos per module, of the last window."""
+        return dict(self.modulator.phi)
+
+    @property
+    def mu(self) -> dict[str, float]:
+        """The factor in use on each module's learning rate."""
+        return dict(self.modulator.mu)
+
+    def attach(self, engine: Any, *, bucket_size: int = 1 << 24) -> None:
+        """Follow a DeepSpeed engine from here on; call it once, right after `deepspeed.initialize`.
+
+        `bucket_size` (elements) bounds the extra memory of a window: one partition and two buckets per rank.
+        """
+        from engine.zero import attach
+
+        attach(engine, self, bucket_size=bucket_size)
+
+    def agvm_state_dict(self) -> dict[str, Any]:
+        """mu and the counters, by module name, for a trainer with checkpoint code of its own."""
+        return self.modulator.state_dict()
+
+    def load_agvm_state_dict(self, state: dict[str, Any]) -> None:
+        self.modulator.load_state_dict(state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        # Under ZeRO this runs once per param group or sub-group of an iteration, so it counts and measures nothing.
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self.update(group, params, group["lr"] * self.modulator.mu[group["module"]])
+        return loss
+
+    def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
+        """One step of the base rule on `params` (all with gradients) at learning rate `lr`."""
+        raise NotImplementedError
+
+    def preconditioner(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor) -> Tensor | None:
+        """D^2 of this step for a slice of a parameter, before the step; None stands for 1.
+
+        `state` holds the same slice of the parameter's optimizer state (empty before the first step), `g` the
+        gradient in the units the step will see, in fp64.
+        """
+        raise NotImplementedError
+
+    @property
+    def companion(self) -> str:
+        """What a window reduces beside g: `signed` (s u), `squared` (u^2), or `norms` (no second vector at all)."""
+        if self.modulator.estimator == "halves":
+            return "signed"
+        return "norms" if type(self).preconditioner is AGVMOptimizer.preconditioner else "squared"
+
+    def sums(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor, d: Tensor | None) -> Tensor:
+        """The modulator's three sums over one slice, in fp64; d is the companion in the units of g (or of g^2)."""
+        weight = None if type(self).preconditioner is AGVMOptimizer.preconditioner \
+            else self.preconditioner(group, state, g)
+        weighted = g if weight is None else weight * g
+        first = torch.dot(weighted, g)
+        if d is None:
+            return torch.stack([first, first * 0, first * 0])
+        if self.companion == "squared":
+            return torch.stack([first, torch.dot(weight, d), first * 0])
+        return torch.stack([first, torch.dot(d if weight is None else weight * d, d), torch.dot(weighted, d)])
+
+
+def pieces(limit: int, *tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
+    """Cut aligned lists of tensors into batches of about `limit` elements: which tensors, and their pieces.
+
+    A rule works batch by batch, so that its temporaries stay small: ZeRO hands it shards of gigabytes.
+    """
+    index: list[int] = []
+    batch: list[list[Tensor]] = [[] for _ in tensors]
+    held = 0
+    for i, aligned in enumerate(zip(*tensors)):
+        cut = aligned[0].numel() > limit and all(t.is_contiguous() for t in aligned)
+        for part in zip(*(t.view(-1).split(limit) for t in aligned)) if cut else [aligned]:
+            index.append(i)
+            for column, tensor in zip(batch, part):
+                column.append(tensor)
+            held += part[0].numel()
+            if held >= limit:
+                yield index, batch
+                index, batch, held = [], [[] for _ in tensors], 0
+    if index:
+        yield index, batch

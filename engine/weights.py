@@ -1,0 +1,108 @@
+"""Plain weight files in and out: .pth and .safetensors of a detector or a backbone, always loaded without pickled code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Mapping, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.config.errors import UserError
+
+
+class WeightsError(UserError):
+    """A weight file cannot be read or does not fit."""
+
+
+class LoadReport(NamedTuple):
+    path: str
+    matched: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    dropped: list[str]
+
+    def __str__(self) -> str:
+        def some(names: list[str]) -> str:
+            return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+
+        text = f"{self.path}: {len(self.matched)} tensors matched, {len(self.missing)} of the model not in the file" \
+               f"{some(self.missing)}, {len(self.unexpected)} of the file not in the model{some(self.unexpected)}"
+        if self.dropped:
+            text += f", {len(self.dropped)} of another shape left out{some(self.dropped)}"
+        return text
+
+
+def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """The state dict of a file, whatever it is wrapped in."""
+    path = Path(path)
+    if not path.is_file():
+        raise WeightsError(f"weight file {path} does not exist")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(str(path))
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # every reader has its own errors; what matters is the file and the reason
+        reason = str(error).strip().splitlines()[0]
+        raise WeightsError(f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {reason})") from None
+    for key in ("state_dict", "model", "module"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)} \
+        if isinstance(content, Mapping) else {}
+    if not tensors:
+        raise WeightsError(f"weight file {path} holds no named tensors")
+    return {key.removeprefix("module."): value for key, value in tensors.items()}
+
+
+def _best_prefix(names: set[str], model_names: set[str]) -> str:
+    """Where the file's names sit in the model: as they are, or below the backbone (mmdet's or timm's)."""
+    candidates = ("", "backbone.", "backbone.body.")
+    return max(candidates, key=lambda prefix: (len({prefix + n for n in names} & model_names), -len(prefix)))
+
+
+def load_weights(model: nn.Module, path: str | Path, *, drop_mismatched: bool) -> LoadReport:
+    """Copy what fits by name and shape into the model, which may be partitioned already; report the rest."""
+    tensors = read_weights(path)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    targets = {name: parameters.get(name, value) for name, value in model.state_dict(keep_vars=True).items()}
+    prefix = _best_prefix(set(tensors), set(targets))
+    tensors = {prefix + name: value for name, value in tensors.items()}
+    matched, dropped = [], []
+    for name in targets.keys() & tensors.keys():
+        shape = getattr(targets[name], "ds_shape", targets[name].shape)
+        (matched if tuple(shape) == tuple(tensors[name].shape) else dropped).append(name)
+    if not matched:
+        raise WeightsError(f"weight file {path} has no tensor that fits this detector: its names begin like "
+                           f'"{next(iter(tensors))}", the detector\'s like "{next(iter(targets))}"')
+    if dropped and not drop_mismatched:
+        name = sorted(dropped)[0]
+        shape = getattr(targets[name], "ds_shape", targets[name].shape)
+        raise WeightsError(
+            f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and {tuple(shape)} here "
+            "(another number of classes?); set detector.drop_mismatched to true to train such layers anew")
+    for name in sorted(matched):
+        _copy(targets[name], tensors[name])
+    return LoadReport(str(path), sorted(matched), sorted(targets.keys() - tensors.keys()),
+                      sorted(tensors.keys() - targets.keys()), sorted(dropped))
+
+
+@torch.no_grad()
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    if hasattr(target, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+            target.copy_(value)
+    else:
+        target.copy_(value)
+
+
+def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    """A file that mmdet's `init_detector` loads, written aside and moved into place in one step."""
+    aside = path.with_suffix(".part")
+    torch.save({"state_dict": dict(tensors), "meta": dict(meta)}, aside)
+    aside.replace(path)

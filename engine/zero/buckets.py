@@ -1,0 +1,128 @@
+"""How gradients travel to their owners: a fixed plan of buckets.
+
+A bucket holds pieces of several parameters, arranged by owner, so that reducing each owner's segment to it (or one
+reduce-scatter, where the segments are equal) leaves every rank with exactly its own ranges. A parameter larger than
+a bucket is spread over several. Every rank makes the same plan; what a rank receives is laid out in bucket order in
+its companion partition, and `spans` says which piece of which fragment lies where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Iterator, NamedTuple, Sequence
+
+from torch import Tensor
+
+from engine.zero.layout import Layout
+
+
+class Block(NamedTuple):
+    """rows x width elements of a flattened parameter, and where they go in the bucket."""
+
+    rows: int
+    width: int
+    source: int
+    source_stride: int
+    target: int
+    target_stride: int
+
+    def read(self, flat: Tensor) -> Tensor:
+        return flat.as_strided((self.rows, self.width), (self.source_stride, 1), flat.storage_offset() + self.source)
+
+    def write(self, bucket: Tensor) -> Tensor:
+        return bucket.as_strided((self.rows, self.width), (self.target_stride, 1),
+                                 bucket.storage_offset() + self.target)
+
+
+class Span(NamedTuple):
+    """Elements [start, stop) of this rank's fragment, found at `home` of the companion partition."""
+
+    fragment: int
+    start: int
+    stop: int
+    home: int
+
+
+@dataclass
+class Bucket:
+    numel: int = 0
+    home: int = 0
+    segments: list[tuple[int, int, int]] = field(default_factory=list)      # (owner, start, length)
+    blocks: dict[int, list[Block]] = field(default_factory=dict)            # by parameter
+
+
+@dataclass
+class Plan:
+    buckets: list[Bucket]
+    spans: list[Span]
+    numel: int
+    buckets_of: dict[int, list[int]]
+
+
+def make_plan(layout: Layout, order: Sequence[int], bucket_size: int) -> Plan:
+    """Buckets of at most `bucket_size` elements for the parameters `order`, in that order."""
+    fragment_of = {(f.param, f.start): k for k, f in enumerate(layout.fragments)}
+    build = _even if layout.even else _contiguous
+    plan = Plan([], [], 0, {})
+    for bucket, spans in build(layout, order, bucket_size, fragment_of):
+        bucket.home = plan.numel
+        plan.spans += [span._replace(home=plan.numel + span.home) for span in spans]
+        plan.numel += sum(length for rank, _, length in bucket.segments if rank == layout.rank)
+        for param in bucket.blocks:
+            plan.buckets_of.setdefault(param, []).append(len(plan.buckets))
+        plan.buckets.append(bucket)
+    return plan
+
+
+def _fit(sizes: Sequence[tuple], capacity: int) -> Iterator[list[tuple]]:
+    """Cut (..., start, stop) ranges into batches of at most `capacity` elements."""
+    batch, room = [], capacity
+    for *label, start, stop in sizes:
+        while start < stop:
+            take = min(room, stop - start)
+            batch.append((*label, start, start + take))
+            start, room = start + take, room - take
+            if room == 0:
+                yield batch
+                batch, room = [], capacity
+    if batch:
+        yield batch
+
+
+def _even(layout: Layout, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
+    # A bucket is a matrix of N rows; one row more is the reduce-scatter's output, where one is used.
+    columns = max(1, bucket_size // (layout.world + (layout.world > 1)))
+    for batch in _fit([(i, 0, layout.chunk(i)) for i in order], columns):
+        width = sum(stop - start for _, start, stop in batch)
+        bucket = Bucket(layout.world * width, segments=[(r, r * width, width) for r in range(layout.world)])
+        spans, column = [], 0
+        for i, start, stop in batch:
+            chunk, size = layout.chunk(i), layout.numel(i)
+            rows, rest = divmod(size, chunk)
+            blocks = [Block(rows, stop - start, start, chunk, column, width)]
+            if rest > start:
+                blocks.append(Block(1, min(stop, rest) - start, rows * chunk + start, chunk, rows * width + column,
+                                    width))
+            bucket.blocks.setdefault(i, []).extend(blocks)
+            owned = min(stop, size - layout.rank * chunk)
+            if owned > start:
+                spans.append(Span(fragment_of[i, layout.rank * chunk], start, owned, column))
+            column += stop - start
+        yield bucket, spans
+
+
+def _contiguous(layout: Layout, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
+    ranges = [(i, rank, start, start, stop) for i in order for rank, start, stop in layout.ranges(i)]
+    for batch in _fit(ranges, bucket_size):
+        batch.sort(key=lambda piece: piece[1])
+        bucket, spans, position = Bucket(sum(stop - start for *_, start, stop in batch)), [], 0
+        for i, rank, first, start, stop in batch:
+            if not bucket.segments or bucket.segments[-1][0] != rank:
+                bucket.segments.append((rank, position, 0))
+            owner, begin, length = bucket.segments[-1]
+            bucket.segments[-1] = (owner, begin, length + stop - start)
+            bucket.blocks.setdefault(i, []).append(Block(1, stop - start, start, stop - start, position, stop - start))
+            if rank == layout.rank:
+                spans.append(Span(fragment_of[i, first], start - first, stop - first, position - begin))
+            position += stop - start
+        yield bucket, spans

@@ -1,0 +1,188 @@
+"""Tensor hooks that take each micro-batch's gradient, in windows only, and what they fill.
+
+A tensor hook on a parameter fires before gradient accumulation, so it sees the raw local gradient u / K (DeepSpeed
+divides the loss by K) at every stage. Outside a window it returns at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.zero.buckets import make_plan
+from engine.zero.companion import Companion
+from engine.zero.layout import Layout
+
+
+class Capture:
+    """Micro-gradients of one window.
+
+    `kind` says what is kept of them: `signed` and `squared` a reduced vector, `norms` one squared norm per parameter.
+    Micro-batch j = k N + r is computed by rank r at micro-step k, its half is the parity of j, and its sign
+    s[j] = R / (2 n1) or -R / (2 n2), so that  d = (1/R) sum s[j] u[j].
+    """
+
+    def __init__(self, layout: Layout, groups: tuple[Any, Any], *, kind: str, accumulation: int, bucket_size: int,
+                 device: torch.device, dtype: torch.dtype, in_window: Callable[[], bool]) -> None:
+        # The first window's plain copy has a group of its own too: two companions keep no common order of collectives.
+        self.layout, (self.group, self.check_group) = layout, groups
+        self.kind, self.K, self.bucket_size = kind, accumulation, bucket_size
+        self.device, self.dtype, self.in_window = device, dtype, in_window
+        self.R = layout.world * accumulation
+        # The sign is the same at every micro-step when N is even, so where DeepSpeed keeps the local sum until the
+        # boundary one reduction of that sum does for all of them.
+        self.once = kind == "signed" and layout.keeps_local and layout.world % 2 == 0 and accumulation > 1
+        # Backward runs roughly against the order of definition; the first backward teaches the real order.
+        self.fires: dict[int, int] = {}
+        self.plan = make_plan(layout, range(len(layout.params))[::-1], bucket_size)
+        self.trace: list[int] | None = []
+        self.traced: list[int] | None = None
+        self.checking = True
+        self.close()
+        self.handles = [p.register_hook(self._hook(i)) for i, p in enumerate(layout.params)]
+
+    def _hook(self, i: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self.trace is not None:
+                self.trace.append(i)
+            if self.in_window():
+                self.take(i, gradient)
+
+        return hook
+
+    def close(self) -> None:
+        """Forget the window and free its memory."""
+        self.micro = 0
+        self.fired = [0] * len(self.layout.params)
+        self.fired_now: set[int] = set()
+        self.companion: Companion | None = None
+        self.plain: Companion | None = None
+        self.norms: Tensor | None = None
+        self.is_open = self.broken = False
+
+    def _open(self) -> None:
+        self.is_open = True
+        options = dict(dtype=self.dtype, device=self.device, fires=self.fires)
+        if self.kind == "norms":
+            self.norms = torch.zeros(len(self.layout.params), dtype=torch.float64, device=self.device)
+        else:
+            self.companion = Companion(self.layout, self.plan, self.group, squared=self.kind == "squared", **options)
+        if self.checking:
+            self.plain = Companion(self.layout, self.plan, self.check_group, squared=False, **options)
+
+    def sign(self, micro_step: int) -> float:
+        """s[j] of this rank's micro-batch at a micro-step."""
+        n1, n2 = (self.R + 1) // 2, self.R // 2
+        even = (micro_step * self.layout.world + self.layout.rank) % 2 == 0
+        return self.R / (2 * n1) if even else -self.R / (2 * n2)
+
+    def weight(self) -> float:
+        # u arrives divided by K: d wants s/N of it, and Q, the mean of u^2, K/N of its square.
+        return self.K / self.layout.world if self.kind == "squared" else self.sign(self.micro) / self.layout.world
+
+    def take(self, i: int, gradient: Tensor) -> None:
+        if not self.is_open:
+            self._open()
+        again = i in self.fired_now
+        self.fired[i] += 1
+        self.fired_now.add(i)
+        if self.norms is not None:
+            # Reentrant checkpointing can deliver a gradient in parts, whose squared norms do not add up.
+            self.broken |= again
+            self.norms[i] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        if self.once and self.micro < self.K - 1:
+            return
+        earlier = self.layout.local_sum(i) if self.once and not again else None
+        self._put(i, *([gradient] if earlier is None else [earlier, gradient]))
+
+    def _put(self, i: int, *parts: Tensor) -> None:
+        if self.companion is not None:
+            self.companion.put(i, self.weight(), *parts)
+        if self.plain is not None:
+            self.plain.put(i, 1 / self.layout.world, *parts)
+
+    def end_micro_step(self) -> None:
+        """The backward of a micro-step is over (before DeepSpeed reduces what it has accumulated)."""
+        if self.trace:
+            self.traced, self.trace = self.trace, None
+        if not self.in_window():
+            return
+        if not self.is_open:
+            self._open()
+        if not self.once or self.micro == self.K - 1:
+            if self.once:
+                for i, count in enumerate(self.fired):
+                    earlier = self.layout.local_sum(i) if count and i not in self.fired_now else None
+                    if earlier is not None:
+                        self._put(i, earlier)
+            for companion, weight in ((self.companion, self.weight()), (self.plain, 1 / self.layout.world)):
+                if companion is not None:
+                    companion.end_micro_step(weight)
+        self.micro += 1
+        self.fired_now = set()
+
+    def finish(self, norm_squared: Tensor) -> tuple[list[bool], float, str | None]:
+        """At the step: which parameters got a gradient on some rank, |g|, and why the window cannot be used, if so.
+
+        One all-reduce of flags and norm, and one more reduction if a gradient came out of order.
+        """
+        companions = [c for c in (self.companion, self.plain) if c is not None]
+        n = len(self.layout.params)
+        flags = torch.zeros(2 * n + 3, dtype=torch.float64)
+        flags[:n] = torch.tensor(self.fired, dtype=torch.float64)
+        flags[n:2 * n] = torch.tensor([float(any(i in c.late for c in companions)) for i in range(n)])
+        flags[2 * n:] = torch.tensor([float(norm_squared), self.micro != self.K,
+                                      self.broken or any(c.broken for c in companions)], dtype=torch.float64)
+        for companion in companions:
+            companion.finish()
+        flags = self.all_reduce(flags.to(self.device)).cpu()
+        late = [i for i in range(n) if flags[n + i] > 0]
+        for companion in companions:
+            companion.reduce_late(late, self.bucket_size)
+        reason = None
+        if flags[2 * n + 1] > 0:
+            reason = f"a rank ran {self.micro} backward passes instead of {self.K} (gradient_accumulation_steps)"
+        elif flags[2 * n + 2] > 0:
+            reason = "a gradient came in parts"
+        return [bool(x > 0) for x in flags[:n]], float(flags[2 * n].sqrt()), reason
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.layout.world > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def agree_on_order(self) -> None:
+        """Once, after the first backward: plan the buckets in the order in which rank 0's gradients came."""
+        if self.traced is None:
+            return
+        n = len(self.layout.params)
+        # Last place of each parameter (gradients that never came go to the end), and how often it fired.
+        order = torch.full((2, n), len(self.traced), dtype=torch.int64)
+        order[1] = 0
+        for place, i in enumerate(self.traced):
+            order[0, i] = place
+            order[1, i] += 1
+        if self.layout.world > 1:
+            order = order.to(self.device)
+            dist.broadcast(order, group_src=0, group=self.group)
+            order = order.cpu()
+        self.traced = None
+        self.fires = {i: max(1, int(count)) for i, count in enumerate(order[1])}
+        self.plan = make_plan(self.layout, sorted(range(n), key=lambda i: int(order[0, i])), self.bucket_size)
+
+    def checked(self) -> None:
+        """The layout is right: no plain copy any more."""
+        self.checking, self.plain = False, None
+        if self.check_group is not None:
+            dist.destroy_process_group(self.check_group)
+            self.check_group = None
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for group in (self.group, self.check_group):
+            if group is not None:
+                dist.destroy_process_group(group)

@@ -1,0 +1,256 @@
+"""Where every parameter's shard lives: one class per DeepSpeed wrapper behind one interface.
+
+A layout says which rank owns which range of each flattened parameter, and hands out, for the ranges this rank owns,
+the reduced gradient that DeepSpeed has ready before the optimizer step and the tensor that keys the optimizer state.
+It knows no update rule. Read off DeepSpeed 0.19.8; the first-window self-check (`window.py`) catches drift.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A range of a flattened parameter that this rank owns, and where it sits in its optimizer shard."""
+
+    param: int
+    start: int
+    stop: int
+    shard: int
+    offset: int
+
+
+class Layout:
+    """Interface. `params` and `group` (each parameter's param group index) are the same on every rank."""
+
+    # Every parameter is cut into N chunks of ceil(numel / N); otherwise ranges are contiguous in a flat group.
+    even = True
+    # The local gradient accumulates untouched until the boundary, where DeepSpeed reduces it once.
+    keeps_local = False
+
+    def __init__(self, engine: Any, params: list[Tensor], group: list[int]) -> None:
+        self.engine, self.wrapper, self.params, self.group = engine, engine.optimizer, params, group
+        self.world = dist.get_world_size(engine.seq_data_parallel_group)
+        self.rank = dist.get_rank(engine.seq_data_parallel_group)
+        self.fragments = [Fragment(i, start, stop, *self.place(i, start)) for i in range(len(params))
+                          for rank, start, stop in self.ranges(i) if rank == self.rank]
+
+    def numel(self, i: int) -> int:
+        return getattr(self.params[i], "ds_numel", self.params[i].numel())
+
+    def chunk(self, i: int) -> int:
+        return math.ceil(self.numel(i) / self.world)
+
+    def ranges(self, i: int) -> list[tuple[int, int, int]]:
+        """(owner, start, stop) in ascending order, covering parameter i."""
+        size, chunk = self.numel(i), self.chunk(i)
+        return [(r, r * chunk, min(size, (r + 1) * chunk)) for r in range(self.world) if r * chunk < size]
+
+    def place(self, i: int, start: int) -> tuple[int, int]:
+        """Shard index and offset in it of a range this rank owns."""
+        raise NotImplementedError
+
+    def shard(self, fragment: Fragment) -> Tensor:
+        """The tensor that keys the optimizer state."""
+        raise NotImplementedError
+
+    def gradient(self, fragment: Fragment) -> Tensor | None:
+        """The reduced gradient of the fragment, flat, still scaled and unclipped as DeepSpeed holds it."""
+        raise NotImplementedError
+
+    def local_sum(self, i: int) -> Tensor | None:
+        """This rank's own gradient of the micro-steps so far (only if `keeps_local`)."""
+        return self.params[i].grad
+
+    def factors(self, norm: float) -> tuple[float, float]:
+        """What g and the companion are multiplied by to reach the units of the optimizer step; `norm` is |g|."""
+        scale, clip = self.loss_scale(), self.wrapper.clip_grad
+        if clip > 0:
+            scale *= max(1.0, (norm / scale + 1e-6) / clip)
+        return 1 / scale, 1 / scale
+
+    def loss_scale(self) -> float:
+        return float(self.wrapper.loss_scale)
+
+
+class Replicated(Layout):
+    """Stage 0: every rank holds everything, and each takes 1/N of every parameter for the sums."""
+
+    keeps_local = True
+
+    def __init__(self, engine: Any) -> None:
+        groups = [[p for p in group["params"] if p.requires_grad and p.numel()]
+                  for group in engine.optimizer.param_groups]
+        self.clipped_by = 1.0
+        super().__init__(engine, [p for group in groups for p in group],
+                         [k for k, group in enumerate(groups) for _ in group])
+        self.masters = self.params
+
+    def place(self, i: int, start: int) -> tuple[int, int]:
+        return i, start
+
+    def shard(self, fragment: Fragment) -> Tensor:
+        return self.masters[fragment.param]
+
+    def gradient(self, fragment: Fragment) -> Tensor | None:
+        grad = self.params[fragment.param].grad
+        return None if grad is None else grad.reshape(-1)[fragment.start:fragment.stop]
+
+    def factors(self, norm: float) -> tuple[float, float]:
+        return 1.0, self.clipped_by
+
+    def clip(self, original: Any) -> None:
+        """Run the engine's clipping and note its factor: at stage 0 in fp32 it happens before the optimizer step."""
+        before = self._norm()
+        original()
+        self.clipped_by = self._norm() / before if before > 0 else 1.0
+
+    def _norm(self) -> float:
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in self.params if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+class ReplicatedMasters(Replicated):
+    """Stage 0 in bf16: FP16_UnfusedOptimizer, fp32 masters one by one beside the bf16 parameters."""
+
+    def __init__(self, engine: Any) -> None:
+        wrapper = engine.optimizer
+        Layout.__init__(self, engine, [p for group in wrapper.fp16_groups for p in group],
+                        [k for k, group in enumerate(wrapper.fp16_groups) for _ in group])
+        self.masters = [p for group in wrapper.fp32_groups for p in group]
+
+    def factors(self, norm: float) -> tuple[float, float]:
+        return Layout.factors(self, norm)
+
+    def loss_scale(self) -> float:
+        return float(self.wrapper.loss_scale_config.cur_scale)
+
+
+class Flat(Layout):
+    """A param group is one flat tensor, padded and cut into N contiguous partitions."""
+
+    even = False
+
+    def __init__(self, engine: Any, groups: list[list[Tensor]], offsets: list[list[int]], sizes: list[int]) -> None:
+        self.sizes = [int(size) for size in sizes]
+        self.position = [int(offset) for group in offsets for offset in group]
+        super().__init__(engine, [p for group in groups for p in group],
+                         [k for k, group in enumerate(groups) for _ in group])
+
+    def ranges(self, i: int) -> list[tuple[int, int, int]]:
+        size, first, last = self.sizes[self.group[i]], self.position[i], self.position[i] + self.numel(i)
+        return [(r, max(first, r * size) - first, min(last, (r + 1) * size) - first)
+                for r in range(first // size, (last - 1) // size + 1)]
+
+    def place(self, i: int, start: int) -> tuple[int, int]:
+        return self.group[i], self.position[i] + start - self.rank * self.sizes[self.group[i]]
+
+
+class ZeroOneTwo(Flat):
+    """ZeRO-1 and ZeRO-2 (DeepSpeedZeroOptimizer)."""
+
+    def __init__(self, engine: Any) -> None:
+        wrapper = engine.optimizer
+        self.keeps_local = not wrapper.partition_gradients
+        # The round-robin lists are right with and without round_robin_gradients; `_hp_mapping` is not (0.19.8).
+        super().__init__(engine, wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets,
+                         wrapper.partition_size)
+        order = sorted(self.fragments, key=lambda f: (f.shard, f.offset))
+        first = {f.shard: k for k, f in reversed(list(enumerate(order)))}
+        self.ordinal = {f: k - first[f.shard] for k, f in enumerate(order)}
+
+    def shard(self, fragment: Fragment) -> Tensor:
+        return self.wrapper.single_partition_of_fp32_groups[fragment.shard]
+
+    def gradient(self, fragment: Fragment) -> Tensor | None:
+        begin, end = fragment.offset, fragment.offset + fragment.stop - fragment.start
+        if self.wrapper.cpu_offload:
+            return self.shard(fragment).grad.view(-1)[begin:end]
+        parts = self.wrapper.averaged_gradients[fragment.shard]
+        flat = getattr(parts, "flat_partition", None)
+        if flat is not None:
+            return flat.view(-1)[begin:end]
+        # Otherwise a list, one tensor per fragment in partition order (parameter_alignment puts padding between).
+        part = [p for p in parts if not getattr(p, "_zero_padding", False)][self.ordinal[fragment]] \
+            if self.wrapper.parameter_alignment else parts[self.ordinal[fragment]]
+        return part.reshape(-1)[:end - begin]
+
+    def local_sum(self, i: int) -> Tensor | None:
+        return self.wrapper.get_gradient_for_reduction(self.params[i])
+
+
+class BF16(Flat):
+    """ZeRO-1 in bf16 with fp32 accumulation (BF16_Optimizer)."""
+
+    keeps_local = True
+
+    def __init__(self, engine: Any) -> None:
+        wrapper = engine.optimizer
+        self.row = [(k, j) for k, group in enumerate(wrapper.bf16_groups) for j in range(len(group))]
+        super().__init__(engine, wrapper.bf16_groups,
+                         [[0, *accumulate(p.numel() for p in group[:-1])] for group in wrapper.bf16_groups],
+                         [partition.numel() for partition in wrapper.fp32_groups_flat_partition])
+
+    def shard(self, fragment: Fragment) -> Tensor:
+        return self.wrapper.fp32_groups_flat_partition[fragment.shard]
+
+    def gradient(self, fragment: Fragment) -> Tensor | None:
+        flat = self.wrapper.fp32_groups_gradient_flat_partition[fragment.shard]
+        return flat[fragment.offset:fragment.offset + fragment.stop - fragment.start]
+
+    def local_sum(self, i: int) -> Tensor | None:
+        k, j = self.row[i]
+        return self.wrapper.fp32_groups_gradients[k][j] if self.wrapper.fp32_groups_has_gradients[k][j] else None
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+
+class Chunked(Layout):
+    """ZeRO-3 (DeepSpeedZeroOptimizer_Stage3): every parameter in N chunks, chunks gathered in sub-groups."""
+
+    def __init__(self, engine: Any) -> None:
+        wrapper = engine.optimizer
+        self.row = [(k, j) for k, group in enumerate(wrapper.fp16_groups) for j in range(len(group))]
+        self.position = [wrapper.grad_position[wrapper.get_param_id(p)] for group in wrapper.fp16_groups for p in group]
+        super().__init__(engine, [p for group in wrapper.fp16_groups for p in group],
+                         [wrapper.sub_group_to_group_id[k] for k, _ in self.row])
+
+    def place(self, i: int, start: int) -> tuple[int, int]:
+        sub_group, offset, _ = self.position[i]
+        return sub_group, offset
+
+    def shard(self, fragment: Fragment) -> Tensor:
+        return self.wrapper.fp32_partitioned_groups_flat[fragment.shard]
+
+    def gradient(self, fragment: Fragment) -> Tensor | None:
+        length = fragment.stop - fragment.start
+        if self.wrapper.offload_optimizer:
+            return self.shard(fragment).grad.view(-1)[fragment.offset:fragment.offset + length]
+        k, j = self.row[fragment.param]
+        return self.wrapper.averaged_gradients[k][j].view(-1)[:length]
+
+
+def layout_of(engine: Any) -> Layout:
+    """The layout of an initialized DeepSpeed engine's optimizer."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    classes = {FP16_UnfusedOptimizer: ReplicatedMasters, BF16_Optimizer: BF16, DeepSpeedZeroOptimizer: ZeroOneTwo,
+               DeepSpeedZeroOptimizer_Stage3: Chunked}
+    wrapper = type(engine.optimizer)
+    if wrapper in classes:
+        return classes[wrapper](engine)
+    if issubclass(wrapper, torch.optim.Optimizer):
+        return Replicated(engine)
+    raise ValueError(f"DeepSpeed's {wrapper.__name__} is not supported: use ZeRO stage 0 to 3 without special wrappers")

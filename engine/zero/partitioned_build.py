@@ -1,0 +1,82 @@
+"""Build and initialise a model that is partitioned from the start (`deepspeed.zero.Init`).
+
+Under zero.Init a parameter is cut up as soon as its layer is made, and what initialises it later (mmdet's
+`init_weights`) would write into an empty tensor without a word. Here every such write gathers its parameter first, is
+done on rank 0 and cut up again, so the weights equal those of a plain build with the same seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+@contextlib.contextmanager
+def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
+        yield
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    return any(hasattr(p, "ds_id") for p in model.parameters())
+
+
+def initialise(model: nn.Module) -> None:
+    """`model.init_weights()`, partitioned or not, without mmengine's page of notes on every tensor."""
+    logging.disable(logging.WARNING)
+    try:
+        _initialise(model)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _initialise(model: nn.Module) -> None:
+    if not is_partitioned(model):
+        model.init_weights()
+        return
+    named = {name: getattr(nn.init, name) for name in dir(nn.init)
+             if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name))}
+    try:
+        for name, function in named.items():
+            setattr(nn.init, name, _on_whole(function))
+        with _WholeWrites():
+            model.init_weights()
+    finally:
+        for name, function in named.items():
+            setattr(nn.init, name, function)
+
+
+def _apart(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and hasattr(value, "ds_id") and value.ds_status.name == "NOT_AVAILABLE"
+
+
+def _on_whole(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _apart(tensor):
+            return function(tensor, *args, **kwargs)
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+            return function(tensor, *args, **kwargs)
+
+    return call
+
+
+class _WholeWrites(TorchFunctionMode):
+    """Catches in-place writes that do not go through torch.nn.init, such as `layer.bias.zero_()`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if args and name.endswith("_") and not name.endswith("__") and name != "requires_grad_" and _apart(args[0]):
+            return _on_whole(function)(*args, **kwargs)
+        return function(*args, **kwargs)

@@ -1,0 +1,57 @@
+"""Which DeepSpeed features the capture works with. The others are refused by name, when the engine is attached."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TRIED = "0.19."
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """ValueError naming the first feature that would make the captured gradients wrong."""
+    zero = engine._config.zero_config
+    stage = engine.zero_optimization_stage()
+    offload = zero.offload_optimizer
+    device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    parameters = zero.offload_param
+    checks = {
+        "mixture of experts": engine.has_moe_layers,
+        "pipeline parallelism": engine.pipeline_parallelism,
+        "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
+        "tensor or model parallelism": engine.mpu is not None or engine.autotp_size() > 1,
+        "MiCS (mics_shard_size)": getattr(zero, "mics_shard_size", -1) > 0,
+        "hpZ (zero_hpz_partition_size)": zero.zero_hpz_partition_size > 1,
+        "quantized gradients (zero_quantized_gradients)": zero.zero_quantized_gradients,
+        "DeepCompile": engine.is_deepcompile_enabled(),
+        "elastic_checkpoint": stage > 0 and zero.elastic_checkpoint,
+        "fp16 at stage 0": stage == 0 and engine.fp16_enabled(),
+        "torch_autocast in fp16 (it brings a second loss scale)":
+            engine.torch_autocast_enabled() and "float16" == str(engine.torch_autocast_dtype()).split(".")[-1],
+        "managed_gradient_accumulation false": not engine.managed_gradient_accumulation(),
+        "ZenFlow": engine.zenflow_config() is not None,
+        "SuperOffload": offload is not None and engine.super_offload(),
+        "optimizer offload to NVMe": device == "nvme",
+        "parameter offload to NVMe": parameters is not None and "nvme" in str(parameters.device),
+        "partial optimizer offload (ratio < 1)": offload is not None and engine.zero_partial_offload() < 1,
+        "gradient_allreduce_op sum": not engine.gradient_average,
+    }
+    for feature, used in checks.items():
+        if used:
+            raise ValueError(f"AGVM does not support {feature}: turn it off in the DeepSpeed config, "
+                             "or use an optimizer without AGVM")
+
+
+def check_micro_batches(world: int, accumulation: int) -> None:
+    if world * accumulation < 2:
+        raise ValueError(f"AGVM compares at least two micro-batches per optimizer step, got {world} rank x "
+                         f"gradient_accumulation_steps {accumulation}: set gradient_accumulation_steps to 2 or more, "
+                         "or train on more ranks")
+
+
+def note_version(version: str) -> None:
+    if not version.startswith(TRIED):
+        logger.warning("AGVM was tried on deepspeed %sx and not on %s; its first window compares the captured gradient "
+                       "with DeepSpeed's and stops if they differ", TRIED, version)

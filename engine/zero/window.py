@@ -1,0 +1,195 @@
+"""The engine's step with AGVM's window before it, and its checkpoints with AGVM's state in them.
+
+`Attachment` replaces, on the instance, the few methods it has to stand in front of: `engine.optimizer.step` (once per
+iteration, at every stage), `engine.allreduce_gradients` (the end of each backward, before anything is reduced),
+`engine.clip_fp32_gradients` (stage 0 clips before the step), `engine.save_checkpoint` and `engine.load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.zero.capture import Capture
+from engine.zero.layout import Fragment, Replicated, layout_of
+from engine.zero.support import check_micro_batches, note_version, refuse_unsupported
+
+CLIENT_STATE_KEY = "agvm"
+
+
+class Attachment:
+    """One DeepSpeed engine and one client optimizer.
+
+    The client has a `modulator` (is_window, update, discard), says under `companion` what to capture, and turns a
+    slice of gradient, companion and state into three sums per module with `sums`.
+    """
+
+    def __init__(self, engine: Any, client: Any, *, bucket_size: int) -> None:
+        import deepspeed
+
+        if getattr(client, "_attachment", None) is not None:
+            raise ValueError("this optimizer is attached already: attach it once, right after deepspeed.initialize")
+        if getattr(engine, "basic_optimizer", None) is not client:
+            raise ValueError("this optimizer is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
+                             "attach the engine that returns")
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be >= 1 element, got {bucket_size}")
+        refuse_unsupported(engine)
+        self.engine, self.client, self.version = engine, client, deepspeed.__version__
+        self.layout = layout_of(engine)
+        accumulation = engine.gradient_accumulation_steps()
+        check_micro_batches(self.layout.world, accumulation)
+        note_version(self.version)
+        # A group of its own: its collectives run beside DeepSpeed's and never wait behind them.
+        members = dist.get_process_group_ranks(engine.seq_data_parallel_group or dist.group.WORLD)
+        groups = (dist.new_group(members), dist.new_group(members)) if self.layout.world > 1 else (None, None)
+        self.capture = Capture(self.layout, groups, kind=client.companion, accumulation=accumulation,
+                               bucket_size=bucket_size, device=torch.device(engine.device),
+                               dtype=engine.communication_data_type, in_window=self._in_window)
+        self.modules = list(client.modulator.mu)
+        self.groups = [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in client.param_groups]
+        self.wrapped: list[tuple[Any, str, Any]] = []
+        self._wrap(engine.optimizer, "step", self._step)
+        self._wrap(engine, "allreduce_gradients", self._allreduce_gradients)
+        if type(self.layout) is Replicated:
+            self._wrap(engine, "clip_fp32_gradients", self._clip)
+        self._wrap(engine, "save_checkpoint", self._save_checkpoint)
+        self._wrap(engine, "load_checkpoint", self._load_checkpoint)
+        client._attachment = self
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable) -> None:
+        original = getattr(owner, name)
+        self.wrapped.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    def detach(self) -> None:
+        """Give the engine its own methods back."""
+        for owner, name, original in self.wrapped:
+            delattr(owner, name) if original is None else setattr(owner, name, original)
+        self.capture.remove()
+        self.client._attachment = None
+
+    def _in_window(self) -> bool:
+        return self.client.modulator.is_window(self.engine.global_steps + 1)
+
+    def _allreduce_gradients(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.capture.end_micro_step()
+        return original(*args, **kwargs)
+
+    def _clip(self, original: Callable) -> None:
+        self.layout.clip(original) if self._in_window() else original()
+
+    def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self._in_window():
+            self._measure(self.engine.global_steps + 1)
+        self.capture.agree_on_order()
+        return original(*args, **kwargs)
+
+    @torch.no_grad()
+    def _measure(self, step: int) -> None:
+        """Reduce, sum over this rank's partition, all-reduce three numbers per module, move mu."""
+        layout, capture, modulator = self.layout, self.capture, self.client.modulator
+        square = torch.zeros((), dtype=torch.float64)
+        for fragment in layout.fragments:
+            g = layout.gradient(fragment)
+            if g is not None:
+                square += torch.linalg.vector_norm(g, dtype=torch.float64).square().cpu()
+        fired, norm, reason = capture.finish(square)
+        if reason is not None:
+            modulator.discard(reason)
+        else:
+            if capture.plain is not None:
+                self._check(fired)
+            sums = self._sums(fired, norm)
+            modulator.update(step, {name: sums[k].tolist() for k, name in enumerate(self.modules)}, capture.R)
+        capture.close()
+        if isinstance(layout, Replicated):
+            layout.clipped_by = 1.0
+
+    def _sums(self, fired: list[bool], norm: float) -> Tensor:
+        scale, companion_scale = self.layout.factors(norm)
+        if self.client.companion != "signed":
+            companion_scale = companion_scale ** 2
+        sums = torch.zeros(len(self.modules), 3, dtype=torch.float64)
+        for fragment, low, high, d in self._slices(fired, self.capture.companion):
+            g = self.layout.gradient(fragment)
+            if g is not None:
+                group = self.client.param_groups[self.layout.group[fragment.param]]
+                # To the shard's device: with an offloaded optimizer, g and the state are on the CPU.
+                d = None if d is None else d.to(g.device).double() * companion_scale
+                part = self.client.sums(group, self._state(fragment, low, high), g[low:high].double() * scale, d)
+                sums[self.modules.index(group["module"])] += part.cpu()
+        if self.capture.norms is not None:
+            for i, square in enumerate(self.capture.norms.tolist()):
+                module = self.client.param_groups[self.layout.group[i]]["module"]
+                sums[self.modules.index(module), 1] += \
+                    square * companion_scale * self.capture.K / self.layout.world
+        return self.capture.all_reduce(sums.to(self.capture.device)).cpu()
+
+    def _slices(self, fired: list[bool], companion: Any) -> Iterator[tuple[Fragment, int, int, Tensor | None]]:
+        """Small slices of this rank's fragments, with the companion; fragments without gradient are left out.
+
+        ZeRO-3 (and an offloaded ZeRO-1/2) keeps the previous step's gradient of a parameter that got none.
+        """
+        limit = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
+        for k, start, stop, home in self.capture.plan.spans:
+            fragment = self.layout.fragments[k]
+            if fired[fragment.param]:
+                for low in range(start, stop, limit):
+                    high = min(stop, low + limit)
+                    d = None if companion is None else companion.partition[home + low - start:home + high - start]
+                    yield fragment, low, high, d
+
+    def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Tensor]:
+        shard, begin = self.layout.shard(fragment), fragment.offset
+        state = self.client.state[shard] if shard in self.client.state else {}
+        return {key: value.reshape(-1)[begin + low:begin + high] for key, value in state.items()
+                if isinstance(value, Tensor) and value.numel() == shard.numel() and value.dim() > 0}
+
+    def _check(self, fired: list[bool]) -> None:
+        """First window: the plain companion has to be DeepSpeed's own gradient, or the layout was read wrongly."""
+        capture, groups = self.capture, len(self.client.param_groups)
+        sums = torch.zeros(groups, 2, dtype=torch.float64)
+        scale, companion_scale = self.layout.factors(1.0) if type(self.layout) is Replicated else (1.0, 1.0)
+        for fragment, low, high, mine in self._slices(fired, capture.plain):
+            g = self.layout.gradient(fragment)
+            if g is not None:
+                mine = mine.to(g.device).double() * companion_scale / scale
+                theirs = g[low:high].double()
+                sums[self.layout.group[fragment.param]] += torch.stack([(theirs - mine).square().sum(),
+                                                                        theirs.square().sum()]).cpu()
+        sums = capture.all_reduce(sums.to(capture.device)).cpu()
+        if not torch.isfinite(sums).all():
+            return                                                       # an overflow: look again at the next window
+        tolerance = 1e-3 if capture.dtype == torch.float32 else 0.1
+        for group, (error, total) in zip(self.client.param_groups, sums.tolist()):
+            if error > tolerance ** 2 * total:
+                raise RuntimeError(
+                    f"the gradient captured for module {group['module']!r} differs from DeepSpeed {self.version}'s by "
+                    f"{(error / total) ** 0.5 if total else float('inf'):.2g} of its norm: this version lays out its "
+                    "shards in another way than engine/zero/layout.py reads them, or some ranks got no gradient for a "
+                    "parameter; use deepspeed 0.19.x")
+        capture.checked()
+
+    def _save_checkpoint(self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None,
+                         *args: Any, **kwargs: Any) -> Any:
+        state = {**(client_state or {}), CLIENT_STATE_KEY: self.client.agvm_state_dict()}
+        return original(save_dir, tag, state, *args, **kwargs)
+
+    def _load_checkpoint(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        path, client_state = original(*args, **kwargs)
+        if path is None or kwargs.get("load_module_only") or not kwargs.get("load_optimizer_states", True):
+            return path, client_state
+        # DeepSpeed 0.19.8's universal ZeRO-3 load gives every param group the keys of group 0.
+        schedule = self.client.param_groups[0]["lr"] / (self.groups[0]["lr"] or 1.0)
+        for group, own in zip(self.client.param_groups, self.groups):
+            if self.engine.load_universal_checkpoint():
+                group.update(own, lr=own["lr"] * schedule)
+            group["module"] = own["module"]
+        if client_state and CLIENT_STATE_KEY in client_state:
+            self.client.load_agvm_state_dict(client_state[CLIENT_STATE_KEY])
+        return path, client_state

@@ -1,0 +1,56 @@
+"""What the scripts share: arguments, and one sentence instead of a traceback where the user can help it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Callable
+
+USER_ERROR = 2
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_config_arguments(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument("--deepspeed_config", "--config", required=True, metavar="FILE",
+                           help="a JSON with DeepSpeed's keys and our blocks, or the name of a shipped one (docs/config.md)")
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                           help="change one value, e.g. --set schedule.epochs=3 --set data.root=../mine; may be repeated")
+    # What DeepSpeed's launcher and its users' habits hand to a script.
+    arguments.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    arguments.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def run_command(body: Callable[[], None]) -> None:
+    """Run a script's body; a UserError becomes one sentence (once a node, or once in all) and exit code 2."""
+    from engine.config.errors import UserError
+    from engine.distributed import adopt_launcher_environment
+
+    adopt_launcher_environment()
+    # Two ranks on two cores must not run four threads; a launcher or a user who has set it knows better.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
+    threads = max(1, (os.cpu_count() or 1) // max(local, 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        body()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        _leave(USER_ERROR)
+    except KeyboardInterrupt:
+        _leave(130)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """Close the process group where one was formed, and go without waiting for loader processes."""
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_available() and dist.is_initialized() and code == 0:
+        dist.destroy_process_group()
+    os._exit(code)

@@ -1,0 +1,124 @@
+"""Overlap and suppression of boxes: IoU, NMS, soft NMS, NMS match and the NMS of lanes.
+
+An `offset` of 1 is the older convention in which a box from x1 to x2 is x2 - x1 + 1 wide. Moving x2 and y2 by one
+gives the same widths, overlaps and areas, so one IoU serves both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor
+
+from models.mmcv_kernels.precision import widen
+
+__all__ = ["bbox_overlaps", "line_nms_forward", "nms", "nms_match", "softnms"]
+
+
+def nms(boxes: Tensor, scores: Tensor, *, iou_threshold: float, offset: int) -> Tensor:
+    boxes, scores = widen(boxes, scores)
+    return torchvision.ops.nms(_moved(boxes, offset), scores, iou_threshold)
+
+
+def _moved(boxes: Tensor, offset: int) -> Tensor:
+    return torch.cat([boxes[:, :2], boxes[:, 2:] + offset], 1) if offset else boxes
+
+
+def softnms(
+    boxes: Tensor,
+    scores: Tensor,
+    dets: Tensor,
+    *,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> Tensor:
+    """Fills `dets` with boxes and decayed scores, best first, and returns their indices.
+
+    The best box at each step is kept whatever its score: `min_score` discards boxes as they are decayed.
+    """
+    boxes, scores = widen(boxes.detach(), scores.detach())
+    # One step depends on the one before, so this is a loop of small operations, and numpy starts those sooner.
+    left, decayed = _moved(boxes, offset).numpy(), scores.numpy().copy()
+    indices = np.arange(len(left))
+    keep, kept_scores = [], []
+    while len(indices):
+        best = decayed.argmax()
+        keep.append(indices[best])
+        kept_scores.append(decayed[best])
+        iou = _iou_with(left[best], left)
+        if method == 2:
+            decayed *= np.exp(-(iou**2) / sigma)
+        else:
+            decayed *= np.where(iou >= iou_threshold, 1 - iou if method == 1 else 0, 1)
+        alive = decayed >= min_score
+        alive[best] = False
+        left, decayed, indices = left[alive], decayed[alive], indices[alive]
+    kept = torch.tensor(keep, dtype=torch.long)
+    dets[: len(kept)] = torch.cat([boxes[kept], scores.new_tensor(kept_scores)[:, None]], 1).to(dets.dtype)
+    return kept
+
+
+def nms_match(dets: Tensor, *, iou_threshold: float) -> list[list[int]]:
+    """Groups: a kept box, then the boxes it suppressed, each in the order of their scores."""
+    (dets,) = widen(dets)
+    order = dets[:, 4].argsort(descending=True, stable=True).numpy()
+    boxes = dets[:, :4].numpy()
+    groups = []
+    while len(order):
+        same = _iou_with(boxes[order[0]], boxes[order]) >= iou_threshold
+        same[0] = True  # a box without area overlaps nothing, not even itself
+        groups.append(order[same].tolist())
+        order = order[~same]
+    return groups
+
+
+def _iou_with(box: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    size = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
+    overlap = size.clip(0).prod(1)
+    union = (box[2:] - box[:2]).prod() + (boxes[:, 2:] - boxes[:, :2]).prod(1) - overlap
+    return np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
+
+
+def bbox_overlaps(boxes1: Tensor, boxes2: Tensor, ious: Tensor, *, mode: int, aligned: bool, offset: int) -> None:
+    from mmcv.ops.bbox import _bbox_overlaps_cpu  # plain torch, on any device
+
+    ious.copy_(_bbox_overlaps_cpu(*widen(boxes1, boxes2), ("iou", "iof")[mode], aligned, offset))
+
+
+def line_nms_forward(lanes: Tensor, scores: Tensor, overlap: float, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """NMS of CLRNet's lanes: a lane is (., ., start in 0..1, ., length in strips, x at each of the strips' ends).
+
+    A lane is suppressed by a better one at a mean horizontal distance below `overlap` over the strips both cover.
+    Returns the kept indices padded with zeros, their number, and for each lane the rank + 1 of what kept or
+    suppressed it (0 for neither). mmcv 2.3.6's kernel compares the lanes in their given order and reads the result
+    in score order; here both are score order, which is the same where the lanes come sorted.
+    """
+    order = scores.argsort(descending=True)
+    lanes = widen(lanes)[0][order]
+    x = lanes[:, 5:]
+    count = x.shape[1]
+    start = (lanes[:, 2] * (count - 1) + 0.5).long()
+    end = start + lanes[:, 4].long() - 1
+    positions = torch.arange(count, device=lanes.device)
+    covers = (start[:, None] <= positions) & (positions <= end[:, None])
+    removed = torch.zeros(len(lanes), dtype=torch.bool, device=lanes.device)
+    keep, parent = torch.zeros_like(order), torch.zeros_like(order)
+    kept = 0
+    for i in range(len(lanes)):
+        if removed[i]:
+            continue
+        both = covers[i] & covers
+        near = ((x - x[i]).abs() * both).sum(1) < overlap * both.sum(1)
+        near[: i + 1] = False
+        keep[kept] = order[i]
+        kept += 1
+        parent[order[near]] = kept
+        parent[order[i]] = kept
+        removed |= near
+        if kept == top_k:
+            break
+    return keep, torch.tensor(kept, device=lanes.device), parent
