@@ -80,7 +80,7 @@ def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[i
             if masks:
                 rle = prediction["masks"][index]
                 entry.pop("bbox")
-                entry["segmentation"] = dict(size=rle["size"], counts=rle["counts"].decode())
+                entry["segmentation"] = dict(size=[int(v) for v in rle["size"]], counts=rle["counts"].decode())
             results.append(entry)
     return results
 

@@ -50,10 +50,10 @@ def write_scores(folder: Path, predictions: Sequence[dict[str, Any]], content: d
     results = {"bbox": coco_results(predictions, ids, masks=False)}
     if masks:
         results["segm"] = coco_results(predictions, ids, masks=True)
-    metrics, per_class = score(content, results, classes, ids, backend)
-    write_json(folder / "eval.json", metrics)
-    for kind, entries in results.items():
+    for kind, entries in results.items():  # before scoring, for COCOeval adds keys of its own to them
         write_json(folder / f"results.{kind}.json", entries)
+    metrics, per_class = score(content, results, classes, ids, backend)
+    write_json(folder / "eval.json", metrics, indent=2)
     if table:
         print(result_table(metrics, per_class), flush=True)
     return metrics

@@ -88,7 +88,7 @@ def build_run(config: RunConfig) -> Run:
     work_dir = Path(distributed.broadcast_object(str(work_dir)))
     config = resolve(config, plan, work_dir)
     if rank == 0:
-        write_json(work_dir / "config.json", config.to_json())
+        write_json(work_dir / "config.json", config.to_json(), indent=2)
         say(f"config  {work_dir / 'config.json'}")
         for key, value in config.to_json().items():
             say(f"  {key}: {value}")
@@ -307,7 +307,8 @@ def save(run: Run, step: int) -> None:
             tensors[name] = value.to("cpu", copy=True)
     if distributed.rank() == 0:
         folder.mkdir(exist_ok=True)
-        meta = dict(step=step, dataset_meta=dict(classes=list(run.classes.all)), config=run.config.to_json())
+        meta = dict(step=step, dataset_meta=dict(
+            classes=list(run.classes.all), category_ids=list(run.classes.category_ids)), config=run.config.to_json())
         save_weights(folder / f"step-{step:06d}.pth", tensors, meta)
         for old in sorted(folder.glob("step-*.pth"))[:-run.config.run.keep_last]:
             old.unlink()

@@ -35,6 +35,11 @@ class LoadReport(NamedTuple):
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     """The state dict of a file, whatever it is wrapped in."""
+    return read_file(path)[0]
+
+
+def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state dict of a file and, where it is one of ours, its `meta`: step, class names and the run's config."""
     path = Path(path)
     if not path.is_file():
         raise WeightsError(f"weight file {path} does not exist")
@@ -48,6 +53,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # every reader has its own errors; what matters is the file and the reason
         reason = str(error).strip().splitlines()[0]
         raise WeightsError(f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {reason})") from None
+    meta = content.get("meta", {}) if isinstance(content, Mapping) else {}
     for key in ("state_dict", "model", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -55,7 +61,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
         if isinstance(content, Mapping) else {}
     if not tensors:
         raise WeightsError(f"weight file {path} holds no named tensors")
-    return {key.removeprefix("module."): value for key, value in tensors.items()}
+    return {key.removeprefix("module."): value for key, value in tensors.items()}, meta if isinstance(meta, dict) else {}
 
 
 def _best_prefix(names: set[str], model_names: set[str]) -> str:

@@ -14,8 +14,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def add_config_arguments(arguments: argparse.ArgumentParser) -> None:
-    arguments.add_argument("--deepspeed_config", "--config", required=True, metavar="FILE",
+def add_config_arguments(arguments: argparse.ArgumentParser, *, required: bool = True) -> None:
+    arguments.add_argument("--deepspeed_config", "--config", required=required, metavar="FILE",
                            help="a JSON with DeepSpeed's keys and our blocks, or the name of a shipped one (docs/config.md)")
     arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                            help="change one value, e.g. --set schedule.epochs=3 --set data.root=../mine; may be repeated")

@@ -7,6 +7,7 @@ sent by module and name and must live in a test module; what it returns comes ba
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import queue
@@ -85,6 +86,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
+        # Not daemons, for a run may start loader processes of its own: so they are stopped by hand whatever happens.
+        atexit.register(self.stop)
         self._processes: list[Any] = []
 
     def _start(self) -> None:
@@ -92,7 +95,7 @@ class Ranks:
         self._tasks = [self._context.Queue() for _ in range(WORLD_MAX)]
         self._results = self._context.Queue()
         self._processes = [
-            self._context.Process(target=_serve, args=(rank, self._tasks[rank], self._results), daemon=True)
+            self._context.Process(target=_serve, args=(rank, self._tasks[rank], self._results))
             for rank in range(WORLD_MAX)
         ]
         for process in self._processes:

@@ -80,7 +80,7 @@ def test_pipeline(data: DataConfig) -> list[dict[str, Any]]:
 
 def _load_annotations(task: str) -> dict[str, Any]:
     if task == "panoptic":
-        return dict(type="LoadPanopticAnnotations", with_bbox=True, with_mask=True, with_seg=True, backend_args=None)
+        return dict(type="LoadPanoptic")
     return dict(type="LoadAnnotations", with_bbox=True, with_mask=task == "instance")
 
 
@@ -93,6 +93,8 @@ def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, tra
     from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
 
     from mmdet.datasets import CocoPanopticDataset
+
+    import engine.data.panoptic  # noqa: F401  registers LoadPanoptic
 
     _check_split(data, split, content)
     options: dict[str, Any] = dict(

@@ -123,7 +123,7 @@ class _Canvas:
         size = self.image_size * np.exp(rng.uniform(np.log(0.11), np.log(0.5)))
         for _ in range(8):
             centre = rng.uniform(0.05, 0.95, 2) * self.extent
-            if self.drawn and rng.random() < 0.5:
+            if self.drawn and rng.random() < 0.25:
                 # Near another shape: by chance alone less than one in four is partly hidden, so more than one in three.
                 rows, columns = np.nonzero(self.labels == rng.choice(list(self.drawn)))
                 centre = np.array([columns.mean(), rows.mean()]) + rng.uniform(-0.6, 0.6, 2) * size
@@ -156,7 +156,7 @@ class _Canvas:
 def _outline(rng: np.random.Generator, name: str, size: float, centre: np.ndarray) -> np.ndarray:
     """The corners of a shape, turned and slightly squeezed, in pixels."""
     points = _OUTLINES[name] * (size / 2) * (1, rng.uniform(0.8, 1.0))
-    return np.stack(_rotate(points[:, 0], points[:, 1], rng.uniform(0, 2 * np.pi)), 1) + centre
+    return np.stack(_rotate(points[:, 0], points[:, 1], rng.uniform(-0.35, 0.35)), 1) + centre
 
 
 def _coverage(points: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -175,7 +175,7 @@ def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray) -> No
     beneath = (patch * weight).sum((0, 1)) / weight.sum()
     colours = rng.uniform(0, 255, (4, 3))
     first = colours[np.abs(colours - beneath).sum(1).argmax()]
-    second = 0.55 * first + 0.45 * rng.uniform(0, 255, 3)
+    second = 0.8 * first + 0.2 * rng.uniform(0, 255, 3)
     ys, xs = np.mgrid[:h, :w].astype(np.float32)
     mix = _PATTERNS[rng.integers(len(_PATTERNS))](rng, xs, ys)[..., None]
     patch += weight * (first + mix * (second - first) - patch)

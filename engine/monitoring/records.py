@@ -36,7 +36,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Write a whole file or none; `indent` for what people read."""
     aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(_plain(value), indent=2) + "\n")
+    aside.write_text(json.dumps(_plain(value), indent=indent) + "\n")
     aside.replace(path)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.zero.buckets import make_plan
-from engine.zero.companion import Companion
+from engine.zero.companion import Companion, Lane
 from engine.zero.layout import Layout
 
 
@@ -25,11 +25,9 @@ class Capture:
     s[j] = R / (2 n1) or -R / (2 n2), so that  d = (1/R) sum s[j] u[j].
     """
 
-    def __init__(self, layout: Layout, groups: tuple[Any, Any], *, kind: str, accumulation: int, bucket_size: int,
+    def __init__(self, layout: Layout, group: Any, *, kind: str, accumulation: int, bucket_size: int,
                  device: torch.device, dtype: torch.dtype, in_window: Callable[[], bool]) -> None:
-        # The first window's plain copy has a group of its own too: two companions keep no common order of collectives.
-        self.layout, (self.group, self.check_group) = layout, groups
-        self.kind, self.K, self.bucket_size = kind, accumulation, bucket_size
+        self.layout, self.group, self.kind, self.K, self.bucket_size = layout, group, kind, accumulation, bucket_size
         self.device, self.dtype, self.in_window = device, dtype, in_window
         self.R = layout.world * accumulation
         # The sign is the same at every micro-step when N is even, so where DeepSpeed keeps the local sum until the
@@ -59,19 +57,22 @@ class Capture:
         self.fired = [0] * len(self.layout.params)
         self.fired_now: set[int] = set()
         self.companion: Companion | None = None
-        self.plain: Companion | None = None
+        self.lane: Lane | None = None
+        self.plain: Lane | None = None
         self.norms: Tensor | None = None
         self.is_open = self.broken = False
 
     def _open(self) -> None:
         self.is_open = True
-        options = dict(dtype=self.dtype, device=self.device, fires=self.fires)
+        options = dict(dtype=self.dtype, device=self.device)
         if self.kind == "norms":
             self.norms = torch.zeros(len(self.layout.params), dtype=torch.float64, device=self.device)
         else:
-            self.companion = Companion(self.layout, self.plan, self.group, squared=self.kind == "squared", **options)
+            self.lane = Lane(self.plan, squared=self.kind == "squared", **options)
         if self.checking:
-            self.plain = Companion(self.layout, self.plan, self.check_group, squared=False, **options)
+            self.plain = Lane(self.plan, squared=False, **options)
+        lanes = [lane for lane in (self.lane, self.plain) if lane is not None]
+        self.companion = Companion(self.layout, self.plan, self.group, lanes, self.fires) if lanes else None
 
     def sign(self, micro_step: int) -> float:
         """s[j] of this rank's micro-batch at a micro-step."""
@@ -79,9 +80,11 @@ class Capture:
         even = (micro_step * self.layout.world + self.layout.rank) % 2 == 0
         return self.R / (2 * n1) if even else -self.R / (2 * n2)
 
-    def weight(self) -> float:
-        # u arrives divided by K: d wants s/N of it, and Q, the mean of u^2, K/N of its square.
-        return self.K / self.layout.world if self.kind == "squared" else self.sign(self.micro) / self.layout.world
+    def weights(self) -> list[float]:
+        """Of each lane. u arrives divided by K: d wants s/N of it, and Q, the mean of u^2, K/N of its square."""
+        N = self.layout.world
+        weight = self.K / N if self.kind == "squared" else self.sign(self.micro) / N
+        return [weight] * (self.lane is not None) + [1 / N] * (self.plain is not None)
 
     def take(self, i: int, gradient: Tensor) -> None:
         if not self.is_open:
@@ -95,14 +98,9 @@ class Capture:
             self.norms[i] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         if self.once and self.micro < self.K - 1:
             return
-        earlier = self.layout.local_sum(i) if self.once and not again else None
-        self._put(i, *([gradient] if earlier is None else [earlier, gradient]))
-
-    def _put(self, i: int, *parts: Tensor) -> None:
         if self.companion is not None:
-            self.companion.put(i, self.weight(), *parts)
-        if self.plain is not None:
-            self.plain.put(i, 1 / self.layout.world, *parts)
+            earlier = self.layout.local_sum(i) if self.once and not again else None
+            self.companion.put(i, self.weights(), *([gradient] if earlier is None else [earlier, gradient]))
 
     def end_micro_step(self) -> None:
         """The backward of a micro-step is over (before DeepSpeed reduces what it has accumulated)."""
@@ -112,15 +110,13 @@ class Capture:
             return
         if not self.is_open:
             self._open()
-        if not self.once or self.micro == self.K - 1:
+        if self.companion is not None and (not self.once or self.micro == self.K - 1):
             if self.once:
                 for i, count in enumerate(self.fired):
                     earlier = self.layout.local_sum(i) if count and i not in self.fired_now else None
                     if earlier is not None:
-                        self._put(i, earlier)
-            for companion, weight in ((self.companion, self.weight()), (self.plain, 1 / self.layout.world)):
-                if companion is not None:
-                    companion.end_micro_step(weight)
+                        self.companion.put(i, self.weights(), earlier)
+            self.companion.end_micro_step(self.weights())
         self.micro += 1
         self.fired_now = set()
 
@@ -129,19 +125,18 @@ class Capture:
 
         One all-reduce of flags and norm, and one more reduction if a gradient came out of order.
         """
-        companions = [c for c in (self.companion, self.plain) if c is not None]
-        n = len(self.layout.params)
+        n, companion = len(self.layout.params), self.companion
+        late = set().union(*(lane.late for lane in companion.lanes)) if companion is not None else set()
         flags = torch.zeros(2 * n + 3, dtype=torch.float64)
         flags[:n] = torch.tensor(self.fired, dtype=torch.float64)
-        flags[n:2 * n] = torch.tensor([float(any(i in c.late for c in companions)) for i in range(n)])
+        flags[[n + i for i in late]] = 1
         flags[2 * n:] = torch.tensor([float(norm_squared), self.micro != self.K,
-                                      self.broken or any(c.broken for c in companions)], dtype=torch.float64)
-        for companion in companions:
+                                      self.broken or (companion is not None and companion.broken)])
+        if companion is not None:
             companion.finish()
         flags = self.all_reduce(flags.to(self.device)).cpu()
-        late = [i for i in range(n) if flags[n + i] > 0]
-        for companion in companions:
-            companion.reduce_late(late, self.bucket_size)
+        if companion is not None:
+            companion.reduce_late([i for i in range(n) if flags[n + i] > 0], self.bucket_size)
         reason = None
         if flags[2 * n + 1] > 0:
             reason = f"a rank ran {self.micro} backward passes instead of {self.K} (gradient_accumulation_steps)"
@@ -173,16 +168,8 @@ class Capture:
         self.fires = {i: max(1, int(count)) for i, count in enumerate(order[1])}
         self.plan = make_plan(self.layout, sorted(range(n), key=lambda i: int(order[0, i])), self.bucket_size)
 
-    def checked(self) -> None:
-        """The layout is right: no plain copy any more."""
-        self.checking, self.plain = False, None
-        if self.check_group is not None:
-            dist.destroy_process_group(self.check_group)
-            self.check_group = None
-
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-        for group in (self.group, self.check_group):
-            if group is not None:
-                dist.destroy_process_group(group)
+        if self.group is not None:
+            dist.destroy_process_group(self.group)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.zero.capture import Capture
+from engine.zero.companion import Lane
 from engine.zero.layout import Fragment, Replicated, layout_of
 from engine.zero.support import check_micro_batches, note_version, refuse_unsupported
 
@@ -46,8 +47,8 @@ class Attachment:
         note_version(self.version)
         # A group of its own: its collectives run beside DeepSpeed's and never wait behind them.
         members = dist.get_process_group_ranks(engine.seq_data_parallel_group or dist.group.WORLD)
-        groups = (dist.new_group(members), dist.new_group(members)) if self.layout.world > 1 else (None, None)
-        self.capture = Capture(self.layout, groups, kind=client.companion, accumulation=accumulation,
+        group = dist.new_group(members) if self.layout.world > 1 else None
+        self.capture = Capture(self.layout, group, kind=client.companion, accumulation=accumulation,
                                bucket_size=bucket_size, device=torch.device(engine.device),
                                dtype=engine.communication_data_type, in_window=self._in_window)
         self.modules = list(client.modulator.mu)
@@ -115,7 +116,7 @@ class Attachment:
         if self.client.companion != "signed":
             companion_scale = companion_scale ** 2
         sums = torch.zeros(len(self.modules), 3, dtype=torch.float64)
-        for fragment, low, high, d in self._slices(fired, self.capture.companion):
+        for fragment, low, high, d in self._slices(fired, self.capture.lane):
             g = self.layout.gradient(fragment)
             if g is not None:
                 group = self.client.param_groups[self.layout.group[fragment.param]]
@@ -130,18 +131,19 @@ class Attachment:
                     square * companion_scale * self.capture.K / self.layout.world
         return self.capture.all_reduce(sums.to(self.capture.device)).cpu()
 
-    def _slices(self, fired: list[bool], companion: Any) -> Iterator[tuple[Fragment, int, int, Tensor | None]]:
+    def _slices(self, fired: list[bool], lane: Lane | None) -> Iterator[tuple[Fragment, int, int, Tensor | None]]:
         """Small slices of this rank's fragments, with the companion; fragments without gradient are left out.
 
         ZeRO-3 (and an offloaded ZeRO-1/2) keeps the previous step's gradient of a parameter that got none.
         """
-        limit = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
+        # Small beside the two buckets, which are free again by now: the sums take about ten fp64 temporaries.
+        limit = max(1024, min(self.capture.bucket_size // 16, 1 << 16 if self.capture.device.type == "cpu" else 1 << 22))
         for k, start, stop, home in self.capture.plan.spans:
             fragment = self.layout.fragments[k]
             if fired[fragment.param]:
                 for low in range(start, stop, limit):
                     high = min(stop, low + limit)
-                    d = None if companion is None else companion.partition[home + low - start:home + high - start]
+                    d = None if lane is None else lane.partition[home + low - start:home + high - start]
                     yield fragment, low, high, d
 
     def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Tensor]:
@@ -173,7 +175,7 @@ class Attachment:
                     f"{(error / total) ** 0.5 if total else float('inf'):.2g} of its norm: this version lays out its "
                     "shards in another way than engine/zero/layout.py reads them, or some ranks got no gradient for a "
                     "parameter; use deepspeed 0.19.x")
-        capture.checked()
+        capture.checking, capture.plain = False, None
 
     def _save_checkpoint(self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None,
                          *args: Any, **kwargs: Any) -> Any:

@@ -42,21 +42,21 @@ def softnms(
     """
     boxes, scores = widen(boxes.detach(), scores.detach())
     # One step depends on the one before, so this is a loop of small operations, and numpy starts those sooner.
-    left, decayed = _moved(boxes, offset).numpy(), scores.numpy().copy()
-    indices = np.arange(len(left))
+    left, decayed = _moved(boxes, offset).numpy().T.copy(), scores.numpy().copy()
+    indices = np.arange(len(decayed))
     keep, kept_scores = [], []
     while len(indices):
         best = decayed.argmax()
         keep.append(indices[best])
         kept_scores.append(decayed[best])
-        iou = _iou_with(left[best], left)
+        iou = _iou_with(left[:, best], left)
         if method == 2:
             decayed *= np.exp(-(iou**2) / sigma)
         else:
             decayed *= np.where(iou >= iou_threshold, 1 - iou if method == 1 else 0, 1)
         alive = decayed >= min_score
         alive[best] = False
-        left, decayed, indices = left[alive], decayed[alive], indices[alive]
+        left, decayed, indices = left[:, alive], decayed[alive], indices[alive]
     kept = torch.tensor(keep, dtype=torch.long)
     dets[: len(kept)] = torch.cat([boxes[kept], scores.new_tensor(kept_scores)[:, None]], 1).to(dets.dtype)
     return kept
@@ -66,10 +66,10 @@ def nms_match(dets: Tensor, *, iou_threshold: float) -> list[list[int]]:
     """Groups: a kept box, then the boxes it suppressed, each in the order of their scores."""
     (dets,) = widen(dets)
     order = dets[:, 4].argsort(descending=True, stable=True).numpy()
-    boxes = dets[:, :4].numpy()
+    boxes = dets[:, :4].numpy().T.copy()
     groups = []
     while len(order):
-        same = _iou_with(boxes[order[0]], boxes[order]) >= iou_threshold
+        same = _iou_with(boxes[:, order[0]], boxes[:, order]) >= iou_threshold
         same[0] = True  # a box without area overlaps nothing, not even itself
         groups.append(order[same].tolist())
         order = order[~same]
@@ -77,9 +77,11 @@ def nms_match(dets: Tensor, *, iou_threshold: float) -> list[list[int]]:
 
 
 def _iou_with(box: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    size = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
-    overlap = size.clip(0).prod(1)
-    union = (box[2:] - box[:2]).prod() + (boxes[:, 2:] - boxes[:, :2]).prod(1) - overlap
+    """IoU of one box (4,) with others (4, n): a coordinate a row, which numpy runs through several times as fast."""
+    width = np.minimum(box[2], boxes[2]) - np.maximum(box[0], boxes[0])
+    height = np.minimum(box[3], boxes[3]) - np.maximum(box[1], boxes[1])
+    overlap = np.maximum(width, 0) * np.maximum(height, 0)
+    union = (box[2] - box[0]) * (box[3] - box[1]) + (boxes[2] - boxes[0]) * (boxes[3] - boxes[1]) - overlap
     return np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
 
 

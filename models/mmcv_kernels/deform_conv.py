@@ -2,6 +2,9 @@
 
 mmcv and torchvision agree on the offsets (y before x for each tap), on groups and on zeros outside the map. mmcv's
 `columns`, `ones` and `im2col_step` are the scratch space of its own kernels; torchvision takes care of its own.
+
+They part over an offset that is not a number: mmcv takes it to lie outside the map, torchvision 0.29 reads memory at
+random and may end the process. Here the output is not a number there, so that it shows in the loss.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torchvision  # noqa: F401  registers torch.ops.torchvision
 from torch import Tensor
 
@@ -75,6 +79,7 @@ def modulated_deform_conv_forward(
     with_bias: bool,
     **layout: Any,
 ) -> None:
+    offset, mask = (_as_read(taps, output.shape[2:]) for taps in (offset, mask))
     output.copy_(_forward(x, weight, offset, mask, bias if with_bias else None, _layout_v2(**layout)))
 
 
@@ -96,10 +101,22 @@ def modulated_deform_conv_backward(
     with_bias: bool,
     **layout: Any,
 ) -> None:
+    offset, mask = (_as_read(taps, grad_output.shape[2:]) for taps in (offset, mask))
     grads = _backward(grad_output, x, weight, offset, mask, bias if with_bias else None, _layout_v2(**layout))
     outs = (grad_input, grad_weight, grad_offset, grad_mask, grad_bias)
     for out, grad in zip(outs if with_bias else outs[:-1], grads):
-        out.copy_(grad)
+        unread = out.numel() - grad.numel()
+        out.copy_(F.pad(grad.flatten(1), (0, unread // len(grad))).view(out.shape) if unread else grad)
+
+
+def _as_read(taps: Tensor, size: torch.Size) -> Tensor:
+    """Offsets or masks of a larger map as mmcv reads them: the first numbers of each image, in the output's size.
+
+    mmdet's DyHead depends on it, and so do its trained weights: it hands the offsets of one level to the next.
+    """
+    if taps.shape[2:] == size:
+        return taps
+    return taps.flatten(1)[:, : taps.shape[1] * size.numel()].reshape(*taps.shape[:2], *size)
 
 
 def _layout_v1(
@@ -138,7 +155,9 @@ def _layout_v2(
 def _forward(
     x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, bias: Tensor | None, layout: tuple[int, ...]
 ) -> Tensor:
-    return torch.ops.torchvision.deform_conv2d(*_operands(x, weight, offset, mask, bias), *layout, mask is not None)
+    operands = _operands(x, weight, offset, mask, bias)
+    output = torch.ops.torchvision.deform_conv2d(*operands, *layout, mask is not None)
+    return output.masked_fill_(offset.isnan().any(1, keepdim=True), torch.nan)
 
 
 def _backward(
@@ -158,4 +177,4 @@ def _backward(
 def _operands(x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, bias: Tensor | None) -> list[Tensor]:
     mask = x.new_zeros((len(x), 1)) if mask is None else mask  # torchvision wants a tensor it does not look at
     bias = x.new_zeros(len(weight)) if bias is None else bias
-    return widen(x, weight, offset, mask, bias)
+    return widen(x, weight, offset.nan_to_num(0), mask, bias)

@@ -4,6 +4,9 @@ A region (image, x1, y1, x2, y2) is cut into bins, and each bin samples the map 
 Points within one pixel of the map take its border, others count as zero. torchvision has the mean over those points;
 the maximum and the bins moved by learnt offsets are sampled here. RoIPool takes whole pixels by a rule of its own,
 which is not torchvision's (that rounds the corners of the region).
+
+A region that is not finite gives an output that is not a number, so that it shows in the loss: torchvision 0.29 may
+end the process over one.
 """
 
 from __future__ import annotations
@@ -44,16 +47,18 @@ def roi_align_forward(
     aligned: bool,
 ) -> None:
     x, rois = widen(x, rois)
+    rois, broken = _finite(rois)
     size = (aligned_height, aligned_width)
     if pool_mode != _MAX:
         output.copy_(torch.ops.torchvision.roi_align(x, rois, spatial_scale, *size, sampling_ratio, aligned))
-        return
-    for image, rows, grid, points in _bins(rois, size, spatial_scale, sampling_ratio, aligned):
-        best, index = _sample(x[image], points).max(-1)
-        output[rows] = best.to(output.dtype)
-        # The place within the bin's grid, unlike mmcv's feature coordinates, is exact in half precision.
-        argmax_y[rows] = (index // grid[1]).to(argmax_y.dtype)
-        argmax_x[rows] = (index % grid[1]).to(argmax_x.dtype)
+    else:
+        for image, rows, grid, points in _bins(rois, size, spatial_scale, sampling_ratio, aligned):
+            best, index = _sample(x[image], points).max(-1)
+            output[rows] = best.to(output.dtype)
+            # The place within the bin's grid, unlike mmcv's feature coordinates, is exact in half precision.
+            argmax_y[rows] = (index // grid[1]).to(argmax_y.dtype)
+            argmax_x[rows] = (index % grid[1]).to(argmax_x.dtype)
+    output.masked_fill_(broken, torch.nan)
 
 
 def roi_align_backward(
@@ -71,6 +76,7 @@ def roi_align_backward(
     aligned: bool,
 ) -> None:
     grad_output, rois = widen(grad_output, rois)
+    rois, _ = _finite(rois)
     size = (aligned_height, aligned_width)
     if pool_mode != _MAX:
         arguments = (*size, *grad_input.shape, sampling_ratio, aligned)
@@ -100,11 +106,13 @@ def deform_roi_pool_forward(
     gamma: float,
 ) -> None:
     x, rois, offset = widen(x, rois, offset)
+    rois, broken = _finite(rois)
     bins = _bins(rois, (pooled_height, pooled_width), spatial_scale, sampling_ratio, aligned=True)
     for image, rows, _, points in bins:
         if offset.numel():
             points = _move(points, rois[rows], offset[rows], gamma * spatial_scale)
         output[rows] = _sample(x[image], points).mean(-1).to(output.dtype)
+    output.masked_fill_(broken, torch.nan)
 
 
 def deform_roi_pool_backward(
@@ -122,6 +130,7 @@ def deform_roi_pool_backward(
     gamma: float,
 ) -> None:
     x, rois, offset, grad_output = widen(x, rois, offset, grad_output)
+    rois, _ = _finite(rois)
     total, total_offset = torch.zeros_like(x), torch.zeros_like(offset)
     bins = _bins(rois, (pooled_height, pooled_width), spatial_scale, sampling_ratio, aligned=True)
     for image, rows, _, points in bins:
@@ -137,6 +146,11 @@ def deform_roi_pool_backward(
             total_offset[rows] = grads[1]
     grad_input.copy_(total)
     grad_offset.copy_(total_offset)
+
+
+def _finite(rois: Tensor) -> tuple[Tensor, Tensor]:
+    """The regions with zeros for what is not finite, and which of them had any (rows, 1, 1, 1)."""
+    return rois.nan_to_num(0, 0, 0), ~rois.isfinite().all(1)[:, None, None, None]
 
 
 def _bins(
@@ -193,6 +207,7 @@ def roi_pool_forward(
 ) -> None:
     """`argmax` is the place of the maximum in its map as y * width + x, and -1 for a bin without pixels."""
     x, rois = widen(x, rois)
+    rois, broken = _finite(rois)
     height, width = x.shape[2:]
     top, bottom = _pixels(rois[:, 2], rois[:, 4], spatial_scale, pooled_height, height)
     left, right = _pixels(rois[:, 1], rois[:, 3], spatial_scale, pooled_width, width)
@@ -210,7 +225,7 @@ def roi_pool_forward(
             better = inside[:, None] & (value > best)
             best = torch.where(better, value, best)
             argmax.copy_(torch.where(better, index, argmax))
-    output.copy_(torch.where(argmax < 0, 0, best))
+    output.copy_(torch.where(argmax < 0, 0, best)).masked_fill_(broken, torch.nan)
 
 
 def roi_pool_backward(
@@ -223,7 +238,8 @@ def roi_pool_backward(
     pooled_width: int,
     spatial_scale: float,
 ) -> None:
-    (grad_output,) = widen(grad_output)
+    grad_output, rois = widen(grad_output, rois)
+    rois, _ = _finite(rois)
     index = _planes(rois, grad_input.shape) + argmax.clamp(min=0)
     total = grad_output.new_zeros(grad_input.numel())
     total.index_add_(0, index.flatten(), torch.where(argmax < 0, 0, grad_output).flatten())

@@ -174,16 +174,17 @@ def test_bbox_overlaps(mode):
     close(mmcv.ops.bbox_overlaps(a, b, mode, aligned=True, offset=1), want.diagonal(), 1e-5)
 
 
-def lane(x, start=0.0, length=72):
-    return [0.0, 1.0, start, 0.0, length, *([float(x)] * 72)]
+def lane(x, start=0.0, length=72, end=None):
+    return [0.0, 1.0, start, 0.0, length, *[float(x)] * 36, *[float(x if end is None else end)] * 36]
 
 
 def test_line_nms_drops_near_lanes_over_the_strips_they_share():
-    lanes = torch.tensor([lane(50), lane(10), lane(12), lane(52, start=0.5, length=20), lane(51, length=0), lane(11)])
-    keep, count, parent = mmcv.ops.line_nms(lanes, torch.tensor([0.9, 0.5, 0.8, 0.6, 0.3, 0.2]), 5.0, 10)
-    assert keep[:count].tolist() == [0, 2, 4]  # a lane of no length shares nothing with any
-    assert parent.tolist() == [1, 2, 2, 1, 3, 2]
-    keep, count, parent = mmcv.ops.line_nms(lanes, torch.tensor([0.9, 0.5, 0.8, 0.6, 0.3, 0.2]), 5.0, 1)
+    # The first ends half-way, where the fourth turns away; a lane of no length shares nothing with any.
+    lanes = [lane(50, length=36, end=900), lane(10), lane(12), lane(52, start=0.1, end=0), lane(51, length=0), lane(11)]
+    scores = torch.tensor([0.9, 0.5, 0.8, 0.6, 0.3, 0.2])
+    keep, count, parent = mmcv.ops.line_nms(torch.tensor(lanes), scores, 5.0, 10)
+    assert keep[:count].tolist() == [0, 2, 4] and parent.tolist() == [1, 2, 2, 1, 3, 2]
+    keep, count, parent = mmcv.ops.line_nms(torch.tensor(lanes), scores, 5.0, 1)
     assert keep[:count].tolist() == [0] and parent.tolist() == [1, 0, 0, 1, 0, 0]
 
 
@@ -264,7 +265,7 @@ def test_roi_align_is_a_bilinear_pool(aligned, ratio, mode):
 
 
 def test_roi_pool_takes_the_largest_of_the_pixels_a_bin_touches():
-    x, rois = rand(2, 3, 7, 9, grad=True), torch.tensor(ROIS + [[0, 9, 9, 2, 2]], dtype=torch.float64)
+    x, rois = rand(2, 3, 7, 9, grad=True), torch.tensor(ROIS + [[0, 9.2, 9.2, 8.1, 8.1]], dtype=torch.float64)
     want = torch.zeros(len(rois), 3, *SIZE, dtype=x.dtype)
     for n, (image, x1, y1, x2, y2) in enumerate(rois.tolist()):
         left, top, width, height = x1 * SCALE, y1 * SCALE, (x2 + 1 - x1) * SCALE, (y2 + 1 - y1) * SCALE
@@ -416,6 +417,32 @@ def test_deform_conv_weight_gradient_alone():
         conv_by_sampling(x, offset, torch.ones(2, 9, 3, 3), weight, 1, 0, 1, 1, 1).sum(), weight
     )[0]
     close(torch.autograd.grad(mmcv.ops.deform_conv2d(x, offset, weight).sum(), weight)[0], want)
+
+
+def test_modulated_deform_conv_reads_larger_offsets_from_their_start():
+    x, weight = rand(2, 2, 3, 4), rand(3, 2, 3, 3)
+    offset, mask = rand(2, 18, 6, 8, grad=True), rand(2, 9, 6, 8, grad=True)
+    first = [taps.flatten(1)[:, : taps.shape[1] * 12].view(2, -1, 3, 4) for taps in (offset, mask)]
+    want = conv_by_sampling(x, *first, weight, 1, 1, 1, 1, 1)
+    got = mmcv.ops.modulated_deform_conv2d(x, offset, mask, weight, None, 1, 1)
+    close(got, want)
+    grad = rand(*got.shape)
+    for a, b in zip(torch.autograd.grad(got, (offset, mask), grad), torch.autograd.grad(want, (offset, mask), grad)):
+        close(a, b)
+
+
+def test_what_is_not_a_number_shows_and_does_not_end_the_process():
+    x, offset = rand(2, 4, 64, 64, grad=True), torch.zeros(2, 18, 64, 64, dtype=torch.float64)
+    offset[1] = torch.nan
+    out = mmcv.ops.deform_conv2d(x, offset, rand(5, 4, 3, 3), 1, 1)
+    out.nan_to_num().sum().backward()
+    assert out[1].isnan().all() and out[0].isfinite().all() and x.grad[0].isfinite().all()
+    for op in REGION_OPS.values():
+        for broken in (torch.nan, torch.inf):
+            rois = torch.tensor([ROIS[0], [1, 2.0, broken, 30, 40]], dtype=torch.float64)
+            out = op(x, rois)
+            out.nan_to_num().sum().backward()
+            assert out[1].isnan().all() and out[0].isfinite().all()
 
 
 def test_deform_conv_of_channels_last_and_of_a_map_smaller_than_its_kernel():
@@ -661,6 +688,15 @@ def test_an_op_that_is_not_provided_says_so_when_used():
     with pytest.raises(NotImplementedError, match="'roi_align_rotated_forward'"):
         mmcv.ops.RoIAlignRotated((2, 2), 1.0)(torch.rand(1, 1, 4, 4), torch.rand(1, 6))
     assert not hasattr(sys.modules["mmcv._ext"], "__file__")
+
+
+def test_kernels_run_outside_autocast():
+    from models.mmcv_kernels import boxes
+
+    kernel = mmcv_kernels._without_autocast(lambda x: x @ x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernel(torch.eye(2)).dtype == torch.float32
+    assert sys.modules["mmcv._ext"].nms.__wrapped__ is boxes.nms
 
 
 def test_the_environment_report_still_works():

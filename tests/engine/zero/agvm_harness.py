@@ -122,7 +122,7 @@ def take_step(engine: Any, case: Case, step: int, *, loss: Callable | None = Non
 def by_module(model: nn.Module, pick: Callable) -> dict[str, list[torch.Tensor]]:
     """What `pick` makes of each parameter that was trainable at the start."""
     return {module: [pick(p) for name, p in model.named_parameters()
-                     if not getattr(p, "frozen_at_start", False) and any(name.startswith(f"{x}.") for x in prefixes)]
+                     if name.split(".")[0] not in getattr(model, "frozen", ()) and any(name.startswith(f"{x}.") for x in prefixes)]
             for module, prefixes in MODULES.items()}
 
 

@@ -201,7 +201,7 @@ def train_out_of_order(estimator):
 
     def counting_finish(*args):
         nonlocal late
-        late += sum(len(c.late) for c in (capture.companion, capture.plain) if c is not None)
+        late += sum(len(lane.late) for lane in capture.companion.lanes)
         return finish(*args)
 
     capture.finish = counting_finish
@@ -235,8 +235,7 @@ def frozen_and_unused(stage):
     def prepare(model):
         model.head["unused"] = nn.Linear(3, 3)
         model.stem.requires_grad_(False)
-        for p in model.stem.parameters():
-            p.frozen_at_start = True
+        model.frozen = ("stem",)
 
     # Weight decay moves the unused weights at stages 1-3 and not at stage 0, where torch skips them.
     return follow(Case(stage, 2, rule="adamw", steps=12, agvm={"weight_decay": 0.0}), prepare=prepare)

@@ -1,0 +1,36 @@
+"""Score a checkpoint on a data set with COCO metrics, on any number of ranks.
+
+  python launch/evaluate.py work_dirs/RUN/checkpoints/step-000384.pth
+  deepspeed --num_accelerators 2 launch/evaluate.py FILE --split train
+  python launch/evaluate.py detector.pth --deepspeed_config ds_configs/bccd_retinanet_r18.json \\
+      --set data.val.annotations=test.json
+"""
+
+from launch.command import add_config_arguments, parser, run_command
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("checkpoint", help="weights: a checkpoint of a run, or any .pth / .safetensors of the detector")
+    add_config_arguments(arguments, required=False)
+    arguments.add_argument("--split", choices=("val", "train"), default="val", help="which split to score (default val)")
+    arguments.add_argument("--out", metavar="DIR", help="where eval.json and results go (default: eval/ beside the checkpoint)")
+    options = arguments.parse_args()
+    run_command(lambda: _evaluate(options))
+
+
+def _evaluate(options) -> None:
+    from pathlib import Path
+
+    from engine import distributed
+
+    distributed.init_distributed()
+    from engine.inference import evaluate, load_detector
+
+    with distributed.together():
+        loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set)
+    evaluate(loaded, options.split, Path(options.out or Path(options.checkpoint).parent / "eval"))
+
+
+if __name__ == "__main__":
+    main()

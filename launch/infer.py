@@ -1,0 +1,36 @@
+"""Run a checkpoint on images: drawn pictures and a COCO results file.
+
+  python launch/infer.py work_dirs/RUN/checkpoints/step-000384.pth photo.jpg
+  python launch/infer.py FILE folder/ --out found --score 0.5
+  python launch/infer.py FILE "folder/**/*.jpg"
+"""
+
+from launch.command import add_config_arguments, parser, run_command
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("checkpoint", help="weights: a checkpoint of a run, or any .pth / .safetensors of the detector")
+    arguments.add_argument("source", help="an image, a folder of images, or a glob in quotes")
+    add_config_arguments(arguments, required=False)
+    arguments.add_argument("--out", metavar="DIR", default="inference", help="output folder (default: inference)")
+    arguments.add_argument("--score", type=float, default=0.3, help="least score of an object to be drawn (default 0.3)")
+    options = arguments.parse_args()
+    run_command(lambda: _infer(options))
+
+
+def _infer(options) -> None:
+    from pathlib import Path
+
+    from engine import distributed
+
+    distributed.init_distributed()
+    from engine.inference import infer, load_detector
+
+    with distributed.together():
+        loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set)
+    infer(loaded, options.source, Path(options.out), threshold=options.score)
+
+
+if __name__ == "__main__":
+    main()

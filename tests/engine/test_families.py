@@ -1,0 +1,48 @@
+"""Every detector family that the paper names trains two steps on tiny data, on two ranks."""
+
+import pytest
+from tiny_run import TINY, merged, train_tiny
+
+R18 = {"backbone.depth": 18, "backbone.base_channels": 8, "backbone.frozen_stages": -1, "backbone.norm_eval": False,
+       "neck.in_channels": [8, 16, 32, 64]}
+SMALL_RCNN = {**R18, "train_cfg.rpn_proposal.nms_pre": 100, "train_cfg.rpn_proposal.max_per_img": 50,
+              "test_cfg.rpn.nms_pre": 100, "test_cfg.rpn.max_per_img": 50}
+SWIN = {"backbone": {"type": "SwinTransformer", "_delete_": True, "embed_dims": 12, "depths": [1, 1, 1, 1],
+                     "num_heads": [1, 2, 2, 4], "window_size": 4, "drop_path_rate": 0.1},
+        "neck.in_channels": [12, 24, 48, 96]}
+TIMM = {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "resnet10t"},
+        "neck.in_channels": [64, 128, 256, 512]}
+
+FAMILIES = {
+    "retinanet": ("detection", "mmdet::retinanet/retinanet_r50_fpn_1x_coco.py", R18),
+    "faster_rcnn": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", SMALL_RCNN),
+    "faster_rcnn_swin": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**SMALL_RCNN, **SWIN}),
+    "faster_rcnn_timm": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**SMALL_RCNN, **TIMM}),
+    "mask_rcnn": ("instance", "mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py", SMALL_RCNN),
+    "cascade_mask_rcnn": ("instance", "mmdet::cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco.py", SMALL_RCNN),
+    "htc": ("instance", "mmdet::htc/htc-without-semantic_r50_fpn_1x_coco.py", SMALL_RCNN),
+    "panoptic_fpn": ("panoptic", "mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", SMALL_RCNN),
+}
+
+
+def family(name, stage):
+    task, config, options = FAMILIES[name]
+    options = {k: v for k, v in options.items() if not (k.startswith("backbone.") and "backbone" in options)}
+    return {"detector": {"config": config, "options": options}, "data": {"task": task},
+            "zero_optimization": {"stage": stage}, "schedule": {"steps": 2},
+            "run": {"eval_interval": None if task != "panoptic" else 0, "draw": 2}}
+
+
+def train_family(name, stage):
+    result = train_tiny(family(name, stage))
+    return result["records"], result["metrics"], result["files"]
+
+
+@pytest.mark.parametrize("name,stage", [(name, (2, 3, 1, 0)[i % 4]) for i, name in enumerate(FAMILIES)])
+def test_family_trains_and_is_scored(ranks, name, stage):
+    records, metrics, files = ranks.run(train_family, 2, name, stage)[0]
+    assert len(records) == 2 and all(0 < record["loss"] < 1e3 for record in records)
+    task = FAMILIES[name][0]
+    if task != "panoptic":
+        assert 0 <= metrics["bbox_mAP"] <= 1 and ("segm_mAP" in metrics) == (task == "instance")
+        assert {"eval.json", "results.bbox.json", "curves.png", "predictions.png"} <= set(files)

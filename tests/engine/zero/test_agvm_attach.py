@@ -1,0 +1,113 @@
+"""What `attach` refuses, and the first window's check of the layout."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from agvm_harness import Case, Tiny, build, close, deepspeed_config, take_step
+
+from engine.zero import support
+
+
+def attach_error(case):
+    torch.manual_seed(1)
+    engine, optimizer = build(case, Tiny(), attach=False)
+    try:
+        optimizer.attach(engine)
+        return None
+    except ValueError as error:
+        return str(error)
+    finally:
+        close(engine, optimizer)
+
+
+def attach_errors(cases):
+    return [attach_error(case) for case in cases]
+
+
+def test_unsupported_features_are_refused_by_name(ranks):
+    cases = {"fp16 at stage 0": Case(0, 2, precision="fp16"),
+             "elastic_checkpoint": Case(2, 2, zero={"elastic_checkpoint": True}),
+             "managed_gradient_accumulation": Case(2, 2, config={"managed_gradient_accumulation": False}),
+             "DeepCompile": Case(2, 2, config={"compile": {"deepcompile": True}}),
+             "set gradient_accumulation_steps to 2": Case(2, 1)}
+    for words, error in zip(cases, ranks.run(attach_errors, 1, list(cases.values()))[0]):
+        assert error is not None and words in error, (words, error)
+
+
+def wrong_attachments():
+    torch.manual_seed(1)
+    errors = []
+    engine, optimizer = build(Case(1, 2), Tiny())
+    other_engine, other = build(Case(1, 2), Tiny(), attach=False)
+    for wrong in (lambda: optimizer.attach(engine), lambda: other.attach(engine),
+                  lambda: other.attach(other_engine, bucket_size=0)):
+        with pytest.raises(ValueError) as error:
+            wrong()
+        errors.append(str(error.value))
+    close(engine, optimizer)
+    close(other_engine, other)
+    return errors
+
+
+def test_attach_once_and_to_its_own_engine(ranks):
+    twice, foreign, empty = ranks.run(wrong_attachments, 1)[0]
+    assert "attached already" in twice and "not the engine's" in foreign and "bucket_size must be >= 1" in empty
+
+
+def misread_layout(stage):
+    """Two parameters of equal size exchanged in the layout, as another DeepSpeed version might have them."""
+    torch.manual_seed(1)
+    case = Case(stage, 2, rule="sgd")
+    model = Tiny()
+    engine, optimizer = build(case, model)
+    gradient = optimizer._attachment.layout.gradient
+    fragments = optimizer._attachment.layout.fragments
+    last = fragments[-1]
+    optimizer._attachment.layout.gradient = lambda f: gradient(f).roll(1) if f == last else gradient(f)
+    try:
+        for step in range(1, 4):
+            take_step(engine, case, step)
+        return None
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        close(engine, optimizer)
+
+
+def misread_layouts(stages):
+    return [misread_layout(stage) for stage in stages]
+
+
+def test_the_first_window_notices_a_layout_read_wrongly(ranks):
+    import deepspeed
+
+    for answers in zip(*ranks.run(misread_layouts, 2, (0, 1, 2, 3))):
+        assert all(f"DeepSpeed {deepspeed.__version__}" in (answer or "") for answer in answers), answers
+
+
+def wrong_number_of_backwards():
+    torch.manual_seed(1)
+    case = Case(0, 2, rule="sgd", agvm={"tau": 1})
+    engine, optimizer = build(case, Tiny())
+    take_step(engine, case, 1)
+    mu = optimizer.mu
+    engine.set_gradient_accumulation_boundary(True)
+    from agvm_harness import micro_batch
+    engine.backward(engine(*micro_batch(2, dist.get_rank())))
+    engine.step()
+    state = optimizer.agvm_state_dict()
+    close(engine, optimizer)
+    return mu, state
+
+
+def test_a_step_with_another_number_of_backwards_is_not_measured(ranks):
+    mu, state = ranks.run(wrong_number_of_backwards, 2)[0]
+    assert (state["windows"], state["discarded"], state["mu"]) == (1, 1, mu)
+
+
+def test_another_version_is_said_to_be_untried(caplog):
+    support.note_version("0.19.3")
+    assert not caplog.records
+    support.note_version("0.21.0")
+    assert "0.21.0" in caplog.text

@@ -1,0 +1,90 @@
+"""A window's extra memory: at most one partition and two buckets per rank, over DeepSpeed's own peak.
+
+Measured are the bytes of all tensor storages alive, at every operator of a whole optimizer step (forward, backward
+with DeepSpeed's reductions, step): the peak of a step with a window minus the peak of one without.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from agvm_harness import Case, build, close
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class LiveBytes(TorchDispatchMode):
+    """Peak of the bytes in storages made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage not in self.known:
+                    self.known[storage] = True
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def free(self, size):
+        self.live -= size
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(301, 301) for _ in range(6)))
+        self.neck = nn.Sequential(nn.Linear(301, 301), nn.Linear(301, 301))
+        self.head = nn.Linear(301, 301)
+
+    def forward(self, x):
+        return self.head(self.neck(torch.tanh(self.backbone(x)))).square().mean()
+
+
+def measure(stage, rule, estimator, bucket_size):
+    torch.manual_seed(1)
+    case = Case(stage, 2, rule=rule, estimator=estimator, bucket_size=bucket_size, agvm={"tau": 2},
+                zero={"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000,
+                      "stage3_prefetch_bucket_size": 1000})
+    engine, optimizer = build(case, Wide())
+    peaks = []
+    for step in range(1, 7):
+        with LiveBytes() as meter:
+            for _ in range(2):
+                engine.backward(engine(torch.randn(4, 301)))
+                engine.step()
+        peaks.append(meter.peak)
+    assert optimizer.modulator.windows == 3
+    model = sum(301 * 302 for _ in range(9))
+    partition = optimizer._attachment.capture.plan.numel
+    close(engine, optimizer)
+    # Steps 3 and 5 are without a window, 4 and 6 with one; step 2 held the self-check's copy as well.
+    return max(peaks[3], peaks[5]) - max(peaks[2], peaks[4]), partition, model, peaks
+
+
+def measure_all(cases):
+    return [measure(*case) for case in cases]
+
+
+def test_a_window_takes_one_partition_and_two_buckets_at_most(ranks):
+    cases = [(stage, rule, estimator, bucket) for stage in (2, 3)
+             for rule, estimator, bucket in (("adamw", "halves", 30_000), ("adamw", "replicas", 100_000),
+                                             ("sgd", "halves", 30_000))]
+    cases += [(2, "sgd", "replicas", 30_000)]
+    for (stage, rule, estimator, bucket), answers in zip(cases, zip(*ranks.run(measure_all, 2, cases))):
+        for extra, partition, model, peaks in answers:
+            assert partition <= model / 2 + 1000
+            bound = 0 if (rule, estimator) == ("sgd", "replicas") else 4 * (partition + 2 * bucket)
+            slack = 64 * 1024
+            assert extra <= bound + slack, (stage, rule, estimator, extra, bound, peaks)
+            if bound:
+                assert extra >= 4 * partition * 0.5, "the meter does not see the partition"

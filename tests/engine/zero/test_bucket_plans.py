@@ -1,0 +1,71 @@
+"""Plans move every element of every gradient to its owner, for any sizes, world and bucket size."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given, settings, strategies as st
+
+from engine.zero.buckets import make_plan
+from engine.zero.layout import Flat, Layout
+
+
+class EvenLayout(Layout):
+    def __init__(self, sizes, world, rank):
+        self.params = [SimpleNamespace(numel=lambda n=n: n) for n in sizes]
+        self.world, self.rank, self.group = world, rank, [0] * len(sizes)
+        self.finish()
+
+    def finish(self):
+        from engine.zero.layout import Fragment
+        self.fragments = [Fragment(i, start, stop, *self.place(i, start)) for i in range(len(self.params))
+                          for rank, start, stop in self.ranges(i) if rank == self.rank]
+
+    def numel(self, i):
+        return self.params[i].numel()
+
+    def place(self, i, start):
+        return i, start
+
+
+class FlatLayout(EvenLayout):
+    even = False
+
+    def __init__(self, sizes, world, rank):
+        total = sum(sizes)
+        self.sizes = [-(-total // (2 * world)) * 2]
+        self.position = [sum(sizes[:k]) for k in range(len(sizes))]
+        super().__init__(sizes, world, rank)
+
+    ranges, place = Flat.ranges, Flat.place
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), world=st.integers(1, 7),
+       bucket_size=st.integers(1, 60), kind=st.sampled_from([EvenLayout, FlatLayout]), seed=st.integers(0, 1000))
+def test_every_element_reaches_its_owner_and_no_bucket_is_too_large(sizes, world, bucket_size, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(sizes), generator=generator).tolist()
+    gradients = [[torch.rand(n, generator=generator, dtype=torch.float64) for n in sizes] for _ in range(world)]
+    plans = [make_plan(kind(sizes, world, rank), order, bucket_size) for rank in range(world)]
+    total = [sum(g[i] for g in gradients) for i in range(len(sizes))]
+    covered = [torch.zeros(n) for n in sizes]
+    for rank, plan in enumerate(plans):
+        assert [b.segments for b in plan.buckets] == [b.segments for b in plans[0].buckets]
+        partition = torch.full((plan.numel,), torch.nan, dtype=torch.float64)
+        for b, bucket in enumerate(plan.buckets):
+            assert bucket.numel <= max(bucket_size, world)
+            reduced = torch.zeros(bucket.numel, dtype=torch.float64)
+            for sender in range(world):
+                for i, blocks in plans[sender].buckets[b].blocks.items():
+                    for block in blocks:
+                        block.write(reduced).add_(block.read(gradients[sender][i]))
+            for owner, start, length in bucket.segments:
+                if owner == rank:
+                    partition[bucket.home:bucket.home + length] = reduced[start:start + length]
+        fragments = kind(sizes, world, rank).fragments
+        for k, start, stop, home in plan.spans:
+            f = fragments[k]
+            assert torch.allclose(partition[home:home + stop - start], total[f.param][f.start + start:f.start + stop])
+            covered[f.param][f.start + start:f.start + stop] += 1
+    assert all((c == 1).all() for c in covered)
