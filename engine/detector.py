@@ -109,6 +109,12 @@ def build_detector(config: DetectorConfig, classes: Classes, task: str) -> nn.Mo
     return model
 
 
+def build_preprocessor(config: DetectorConfig, classes: Classes) -> nn.Module:
+    from mmdet.registry import MODELS
+
+    return MODELS.build(model_config(config, classes).get("data_preprocessor", dict(type="DetDataPreprocessor")))
+
+
 def check_task(model: nn.Module, name: str, task: str) -> None:
     with_mask = bool(getattr(model, "with_mask", False))
     if task == "detection" and with_mask:
@@ -136,13 +142,17 @@ def describe(model: nn.Module) -> str:
 
 
 def loss_in_fp32(model: nn.Module) -> None:
-    """Under bf16 or fp16, let heads compute targets, losses and boxes in fp32.
+    """Under bf16 or fp16, let heads compute targets, losses and boxes in fp32, and crop regions with fp32 corners.
 
     Coordinates above 256 do not survive bf16, and sums over thousands of anchors overflow fp16: this is what makes
     half precision fail on detectors. The networks themselves stay in half precision.
     """
+    from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
+
     names = ("loss_by_feat", "predict_by_feat", "loss_and_target", "_predict_by_feat_single")
     for module in model.modules():
+        if isinstance(module, BaseRoIExtractor):  # mmdet casts regions to the type of the features
+            module.forward = _Fp32Call(module.forward)
         for name in names:
             method = getattr(module, name, None)
             if callable(method) and not isinstance(method, nn.Module):

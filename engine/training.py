@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.data.coco import Classes, DataError, landscape_flags
 from engine.data.loader import training_loader
 from engine.data.mmdet_coco import Unreadable
 from engine.data.order import GlobalBatches, RankMicroBatches
-from engine.detector import build_detector, describe, loss_in_fp32
+from engine.detector import build_detector, build_preprocessor, describe, loss_in_fp32
 from engine.forward import Precision, Preprocessor, TrainingForward
 from engine.monitoring.live import LiveLine, memory_gb, step_text
 from engine.monitoring.records import RecordFile, write_json
@@ -139,12 +140,10 @@ def build_model(config: RunConfig, classes: Classes) -> nn.Module:
 
     detector = config.detector
     seed_all(config.run.seed, BUILD)
-    if detector.zero_init:
-        settings = {**config.deepspeed}
-        with partitioned(settings):
-            model = build_detector(detector, classes, config.data.task)
-    else:
+    with partitioned(dict(config.deepspeed)) if detector.zero_init else contextlib.nullcontext():
         model = build_detector(detector, classes, config.data.task)
+    model.data_preprocessor = build_preprocessor(detector, classes)  # outside zero.Init, which would round its means
+    seed_all(config.run.seed, BUILD, 1)  # zero.Init draws numbers of its own while building
     initialise(model)
     if detector.load_from:
         say(f"weights {load_weights(model, detector.load_from, drop_mismatched=detector.drop_mismatched)}")

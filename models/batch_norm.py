@@ -66,10 +66,13 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
     def _apply(self, fn: Any, recurse: bool = True) -> "Fp32BatchNorm":
         # `.bfloat16()` on the model reaches here: buffers follow the device but stay fp32.
         super()._apply(fn, recurse)
+        self.keep_statistics_fp32()
+        return self
+
+    def keep_statistics_fp32(self) -> None:
         for name in ("running_mean", "running_var"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name).float())
-        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -124,6 +127,7 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
                              "synchronised over ranks nor kept in fp32: use plain BatchNorm layers")
         module.__class__ = replacements[type(module)]
         module.synchronise, module.process_group = synchronise, process_group
+        module.keep_statistics_fp32()
     return len(norms)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.zero.buckets import make_plan
 from engine.zero.companion import Companion, Lane
-from engine.zero.layout import Layout
+from engine.zero.layout import Layout, squared_norm
 
 
 class Capture:
@@ -95,7 +95,7 @@ class Capture:
         if self.norms is not None:
             # Reentrant checkpointing can deliver a gradient in parts, whose squared norms do not add up.
             self.broken |= again
-            self.norms[i] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            self.norms[i] += squared_norm(gradient)
         if self.once and self.micro < self.K - 1:
             return
         if self.companion is not None:

@@ -17,6 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def squared_norm(x: Tensor) -> Tensor:
+    """|x|^2 in fp64, slice by slice: torch would make an fp64 copy of the whole."""
+    limit = 1 << 13 if x.device.type == "cpu" else 1 << 22
+    # In the order of memory (a linear layer's gradient comes transposed), so that flattening makes no copy either.
+    flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+    return torch.stack([part.double().square().sum() for part in flat.split(limit)]).sum()
+
+
 @dataclass(frozen=True)
 class Fragment:
     """A range of a flattened parameter that this rank owns, and where it sits in its optimizer shard."""
@@ -114,8 +122,7 @@ class Replicated(Layout):
         self.clipped_by = self._norm() / before if before > 0 else 1.0
 
     def _norm(self) -> float:
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in self.params if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        return float(sum(squared_norm(p.grad) for p in self.params if p.grad is not None)) ** 0.5
 
 
 class ReplicatedMasters(Replicated):

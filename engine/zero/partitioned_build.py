@@ -19,10 +19,41 @@ from torch.overrides import TorchFunctionMode
 
 @contextlib.contextmanager
 def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    import deepspeed
+    """Build under zero.Init, with mmdet's helpers (anchors, coders, samplers) left as they are.
 
+    zero.Init (DeepSpeed 0.19.8) makes every new tensor one of the model's type, anchors in bf16 too, and breaks
+    `torch.Tensor(array)`. Helpers own no parameters, so they are built with torch's own functions.
+    """
+    import deepspeed
+    from mmdet.registry import TASK_UTILS
+
+    plain = _constructors()
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
-        yield
+        changed = {key: value for key, value in _constructors().items() if plain[key] is not value}
+        build = TASK_UTILS.build
+
+        def build_plainly(*args: Any, **kwargs: Any) -> Any:
+            _restore({key: plain[key] for key in changed})
+            try:
+                return build(*args, **kwargs)
+            finally:
+                _restore(changed)
+
+        TASK_UTILS.build = build_plainly
+        try:
+            yield
+        finally:
+            del TASK_UTILS.build  # the method of the class shows again
+
+
+def _constructors() -> dict[tuple[Any, str], Any]:
+    functions = {(torch, name): value for name, value in vars(torch).items() if callable(value)}
+    return {**functions, (torch.Tensor, "__new__"): torch.Tensor.__new__}
+
+
+def _restore(functions: dict[tuple[Any, str], Any]) -> None:
+    for (owner, name), value in functions.items():
+        setattr(owner, name, value)
 
 
 def is_partitioned(model: nn.Module) -> bool:

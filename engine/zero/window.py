@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.zero.capture import Capture
 from engine.zero.companion import Lane
-from engine.zero.layout import Fragment, Replicated, layout_of
+from engine.zero.layout import Fragment, Replicated, layout_of, squared_norm
 from engine.zero.support import check_micro_batches, note_version, refuse_unsupported
 
 CLIENT_STATE_KEY = "agvm"
@@ -98,7 +98,7 @@ class Attachment:
         for fragment in layout.fragments:
             g = layout.gradient(fragment)
             if g is not None:
-                square += torch.linalg.vector_norm(g, dtype=torch.float64).square().cpu()
+                square += squared_norm(g).cpu()
         fired, norm, reason = capture.finish(square)
         if reason is not None:
             modulator.discard(reason)

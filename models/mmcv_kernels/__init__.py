@@ -62,7 +62,7 @@ def _load() -> dict[str, Callable[..., Any]]:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast would turn the matrix products inside an fp32 kernel into bf16, on one operand of two."""
+    """Autocast would run a matrix product inside a kernel in half precision, after its inputs were widened."""
     import torch
 
     @functools.wraps(kernel)
