@@ -114,7 +114,11 @@ def build_run(config: RunConfig) -> Run:
     with distributed.together():
         keep_whole(model_engine, config.detector.skippable)
     if hasattr(optimizer, "attach"):
-        optimizer.attach(model_engine)
+        try:
+            size = config.optimizer.params.get("bucket_size")
+            optimizer.attach(model_engine, **({} if size is None else {"bucket_size": size}))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     say(f"model   {describe(model)}")
     say(f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, "
         f"{len(classes.all)} classes: {', '.join(classes.all[:8])}{', ...' if len(classes.all) > 8 else ''}")
@@ -247,8 +251,11 @@ def step_record(run: Run, step: int, losses: list[dict[str, float]], lr_factor: 
         "images_per_second": run.plan.total / seconds, "seconds": seconds, "memory_gb": memory_gb()}
     if run.precision.dtype == torch.float16:
         record["loss_scale"] = float(run.engine.optimizer.loss_scale)
-    if hasattr(run.optimizer, "phi"):
-        record.update(phi=dict(run.optimizer.phi), mu=dict(run.optimizer.mu))
+    modulator = getattr(run.optimizer, "modulator", None)
+    if modulator is not None:
+        record["mu"] = dict(modulator.mu)
+        if modulator.last_window == step + 1:  # phi belongs to the step that measured it
+            record["phi"] = dict(modulator.phi)
     return record
 
 

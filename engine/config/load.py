@@ -18,14 +18,18 @@ BLOCKS = ("name", "detector", "data", "optimizer", "schedule", "run")
 DEEPSPEED_KEYS = frozenset("""
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
 gradient_clipping gradient_predivide_factor gradient_allreduce_op prescale_gradients communication_data_type
-seq_parallel_communication_data_type seq_parallel_size sparse_gradients steps_per_print wall_clock_breakdown
-memory_breakdown dump_state disable_allgather disable_python_gc log_level
-bf16 bfloat16 fp16 amp torch_autocast data_types keep_in_fp32_modules
-zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer graph_harvesting compile
-activation_checkpointing sparse_attention aio flops_profiler comms_logger tensorboard csv_monitor wandb comet
-monitor_config checkpoint elasticity autotuning compression_training data_efficiency curriculum_learning
-progressive_layer_drop eigenvalue pipeline tensor_parallel hybrid_engine nebula datastates_ckpt
-use_data_before_expert_parallelism dataloader_drop_last quantize_training weight_quantization expert_parallel
+seq_parallel_communication_data_type steps_per_print wall_clock_breakdown memory_breakdown dump_state
+disable_allgather disable_python_gc log_level timers vocabulary_size
+bf16 bfloat16 fp16 torch_autocast data_types
+zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer compile
+activation_checkpointing aio flops_profiler comms_logger tensorboard csv_monitor wandb comet
+checkpoint autotuning data_efficiency pipeline tensor_parallel hybrid_engine datastates_ckpt
+use_data_before_expert_parallelism dataloader_drop_last weight_quantization expert_parallel
+""".split())
+# What older DeepSpeeds knew and 0.19 refuses, with an exception that is neither a ValueError nor an AssertionError.
+REMOVED_KEYS = frozenset("""
+amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula progressive_layer_drop
+quantize_training sparse_attention sparse_gradients
 """.split())
 
 
@@ -36,7 +40,8 @@ def find_config(name: str) -> Path:
         return path
     import ds_configs  # a namespace package: it holds JSON files only
 
-    for folder in ds_configs.__path__:
+    # Not for any other folder: a slip in the path of one's own quickstart.json must not run ours.
+    for folder in ds_configs.__path__ if path.parent in (Path("."), Path("ds_configs")) else ():
         for candidate in (Path(folder) / path.name, Path(folder) / f"{path.name}.json"):
             if candidate.is_file():
                 return candidate
@@ -48,7 +53,9 @@ def find_config(name: str) -> Path:
 def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_config(name)
     try:
-        data = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not JSON: it is not even text in UTF-8") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except OSError as error:
@@ -70,13 +77,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
+def _no_constant(word: str) -> Any:
+    raise ConfigError(f"{word} is not JSON, and no setting takes it: give a finite number")
+
+
 def apply_override(data: dict[str, Any], override: str) -> None:
     """`a.b=c` sets data["a"]["b"]; c is JSON where it parses as such, else text. `detector.options.x.y=c` is one option."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f'--set takes KEY=VALUE with a dotted key, such as run.seed=1, got "{override}"')
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError:
         value = text
     parts = key.split(".")
@@ -86,7 +97,9 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             parts = whole + [".".join(parts[len(whole):])]
     node = data
     for depth, part in enumerate(parts[:-1]):
-        node = node.setdefault(part, {})
+        if node.get(part) is None:  # a saved config writes what was not given as null
+            node[part] = {}
+        node = node[part]
         if not isinstance(node, dict):
             raise ConfigError(f'--set {override}: "{".".join(parts[:depth + 1])}" is a value and has no keys below it')
     node[parts[-1]] = value
@@ -96,6 +109,9 @@ def parse_config(data: dict[str, Any]) -> RunConfig:
     data = {"name": "run", **data}
     if "scheduler" in data:
         raise ConfigError('DeepSpeed\'s "scheduler" block is refused: the learning rate belongs to "schedule"')
+    removed = [key for key in data if key in REMOVED_KEYS]
+    if removed:
+        raise ConfigError(f'DeepSpeed 0.19 no longer has "{removed[0]}": remove the key')
     unknown = [key for key in data if key not in DEEPSPEED_KEYS and key not in BLOCKS]
     if unknown:
         raise ConfigError(f'unknown key "{unknown[0]}"{nearest(unknown[0], (*DEEPSPEED_KEYS, *BLOCKS))}')
@@ -113,27 +129,28 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
     if not isinstance(zero, dict):
         raise ConfigError(f"zero_optimization must be an object such as {{\"stage\": 2}}, got {zero!r}")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
-    for key in ("bf16", "fp16"):
+    for key in ("bf16", "bfloat16", "fp16"):
         block = config.get(key, {})
         if not isinstance(block, dict) or not isinstance(block.get("enabled", False), bool):
             raise ConfigError(f'{key} must be an object such as {{"enabled": true}}, got {block!r}')
-    if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
+    if config.get("bf16", config.get("bfloat16", {})).get("enabled") and config.get("fp16", {}).get("enabled"):
         raise ConfigError("bf16 and fp16 are both enabled: choose one")
     clipping = config.get("gradient_clipping", 0.0)
-    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
+    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not 0 <= clipping < float("inf"):
         raise ConfigError(f"gradient_clipping must be a number >= 0 (0 means none), got {clipping!r}")
 
 
 _EXPECTED = {
-    "int_type": "a whole number", "float_type": "a number", "string_type": "text", "bool_type": "true or false",
+    "int_type": "a whole number", "float_type": "a number", "finite_number": "a finite number", "string_type": "text", "bool_type": "true or false",
     "list_type": "a list", "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
 }
 
 
 def _one_sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
+    # A misspelt key is at once unknown and missing: the first says what to do.
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"])
     kind, given, context = first["type"], first["input"], first.get("ctx", {})
     if kind == "extra_forbidden":
@@ -179,6 +196,8 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
             splits[name] = split.model_copy(update=update)
         data = data.model_copy(update={**splits, "root": ""})
     detector, run = config.detector, config.run
+    if detector.config.endswith(".py") and _expand(detector.config).is_file():
+        detector = detector.model_copy(update={"config": str(_expand(detector.config).resolve())})
     if detector.load_from:
         detector = detector.model_copy(update={"load_from": str(_expand(detector.load_from).resolve())})
     if run.work_dir:

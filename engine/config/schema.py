@@ -5,14 +5,14 @@ DeepSpeed's keys are not modelled here: they are passed through untouched (`RunC
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Block(BaseModel):
     # strict: "3" is not a number and 1 is not true, so that a slip in the JSON is seen and not guessed at.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DetectorConfig(Block):
@@ -38,7 +38,7 @@ class SplitConfig(Block):
 class ShapesConfig(Block):
     train_images: int = Field(400, ge=1, description="training images")
     val_images: int = Field(100, ge=1, description="validation images")
-    image_size: int = Field(160, ge=32, le=2048, description="longer side in pixels")
+    image_size: int = Field(160, ge=64, le=2048, description="longer side in pixels")
     max_objects: int = Field(6, ge=1, le=40, description="most objects in an image")
     seed: int = Field(0, ge=0, description="seed of the generator")
 
@@ -79,7 +79,7 @@ class DataConfig(Block):
 class ParamwiseConfig(Block):
     norm_decay: bool = Field(True, description="weight decay on normalisation layers")
     bias_decay: bool = Field(True, description="weight decay on biases")
-    lr_mult: dict[str, float] = Field({}, description='learning-rate factor by prefix, e.g. {"backbone": 0.1}')
+    lr_mult: dict[str, Annotated[float, Field(ge=0)]] = Field({}, description='learning-rate factor by prefix, e.g. {"backbone": 0.1}')
     layer_decay: float | None = Field(
         None, gt=0, le=1, description="learning-rate factor per backbone layer, counted from the head down")
 
@@ -109,6 +109,8 @@ class ScheduleConfig(Block):
             raise ValueError("schedule needs exactly one of epochs and steps")
         if self.warmup_steps is not None and self.warmup_epochs is not None:
             raise ValueError("schedule takes one of warmup_steps and warmup_epochs, not both")
+        if min(self.milestones, default=0) < 0:
+            raise ValueError(f"schedule.milestones must be at least 0, got {self.milestones}")
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
@@ -43,7 +44,29 @@ def read_annotations(path: str) -> dict[str, Any]:
         raise DataError(f"annotation file {path} lists no images")
     if not content["categories"]:
         raise DataError(f"annotation file {path} lists no categories")
+    _check_entries(content, path)
     return content
+
+
+def _check_entries(content: dict[str, Any], path: str) -> None:
+    """Every entry has what readers take for granted; the first that has not is told by its place in the list."""
+    for key, needed in (("images", ("id", "file_name", "height", "width")), ("categories", ("id", "name")),
+                        ("annotations", ("image_id",))):
+        for place, entry in enumerate(content[key]):
+            lacking = [n for n in needed if n not in entry] if isinstance(entry, dict) else list(needed)
+            if key == "annotations" and not lacking and "segments_info" not in entry:
+                lacking = [] if "category_id" in entry else ["category_id"]
+                box = entry.get("bbox", [0, 0, 0, 0])
+                if not isinstance(box, list) or len(box) != 4 or not all(isinstance(v, (int, float)) for v in box):
+                    raise DataError(f"annotation file {path}: annotations[{place}].bbox must be [x, y, width, height], "
+                                    f"got {box!r}")
+            if lacking:
+                raise DataError(f'annotation file {path} is not in COCO form: {key}[{place}] has no "{lacking[0]}"')
+    for key, field in (("images", "id"), ("categories", "id"), ("categories", "name")):
+        values = [entry[field] for entry in content[key]]
+        if len(set(values)) != len(values):
+            twice = next(value for value, count in Counter(values).items() if count > 1)
+            raise DataError(f"annotation file {path}: the {field} {twice!r} stands twice in {key}")
 
 
 def read_classes(content: dict[str, Any], *, panoptic: bool) -> Classes:
@@ -97,6 +120,9 @@ def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, tra
     import engine.data.panoptic  # noqa: F401  registers LoadPanoptic
 
     _check_split(data, split, content)
+    if training and not data.keep_empty and not _has_objects(content, classes):  # mmdet fails on an empty list (3.5.1)
+        raise DataError(f"no image of {split.annotations} has an annotated object: "
+                        "set data.keep_empty to true to train on empty images all the same")
     options: dict[str, Any] = dict(
         ann_file=split.annotations, metainfo=dict(classes=classes.all), data_prefix=dict(img=split.images),
         pipeline=train_pipeline(data) if training else test_pipeline(data), test_mode=not training,
@@ -105,13 +131,18 @@ def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, tra
         options["metainfo"].update(thing_classes=classes.things, stuff_classes=classes.stuff)
         options["data_prefix"]["seg"] = split.panoptic
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-            dataset = CocoPanopticDataset(**options)
-    else:
-        dataset = GigadetCoco(content=content, **options)
-    if len(dataset) == 0:
-        raise DataError(f"no image of {split.annotations} has an annotated object: "
-                        "set data.keep_empty to true to train on empty images all the same")
-    return dataset
+            return CocoPanopticDataset(**options)
+    return GigadetCoco(content=content, **options)
+
+
+def _has_objects(content: dict[str, Any], classes: Classes) -> bool:
+    """Whether mmdet's filter of empty images leaves any: one with a box, or with a segment of a thing."""
+    images = {image["id"] for image in content["images"]}
+    things = set(classes.category_ids[:len(classes.things)])
+    return any(annotation["image_id"] in images and (
+        "bbox" in annotation and annotation["category_id"] in things
+        or any(segment["category_id"] in things for segment in annotation.get("segments_info", ())))
+        for annotation in content["annotations"])
 
 
 def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) -> None:
@@ -121,9 +152,14 @@ def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) 
     first = folder / content["images"][0].get("file_name", "")
     if not first.is_file():
         raise DataError(f"image {first} does not exist, though {split.annotations} lists it")
-    if data.task == "instance" and not any(a.get("segmentation") for a in content["annotations"]):
-        raise DataError(f'data.task is "instance" but {split.annotations} has no masks (no "segmentation"): '
-                        'use data.task "detection"')
+    if data.task == "instance":
+        bare = [place for place, a in enumerate(content["annotations"]) if not a.get("segmentation")]
+        if len(bare) == len(content["annotations"]):
+            raise DataError(f'data.task is "instance" but {split.annotations} has no masks (no "segmentation"): '
+                            'use data.task "detection"')
+        if bare:
+            raise DataError(f'data.task is "instance" but {len(bare)} annotations of {split.annotations} have no mask, '
+                            f'first annotations[{bare[0]}]: give them a "segmentation" or use data.task "detection"')
     if data.task == "panoptic":
         if split.panoptic is None or not Path(split.panoptic).is_dir():
             raise DataError(f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}')

@@ -13,7 +13,7 @@ def _numbers(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], li
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
+def smoothed(values: list[float], weight: float = 0.9) -> list[float]:
     smooth, average, norm = [], 0.0, 0.0
     for value in values:
         average = weight * average + (1 - weight) * value
@@ -32,11 +32,11 @@ def draw_curves(work_dir: Path) -> Path:
     loss_axes, rate_axes, score_axes = figure.subplots(1, 3)
     x, y = _numbers(steps, "loss")
     loss_axes.plot(x, y, color="0.8", linewidth=0.8)
-    loss_axes.plot(x, _smooth(y), label="loss")
+    loss_axes.plot(x, smoothed(y), label="loss")
     parts = [key for key in (steps[-1] if steps else {}) if "loss" in key and key != "loss"]
     for key in parts:
         px, py = _numbers(steps, key)
-        loss_axes.plot(px, _smooth(py), linewidth=0.9, label=key)
+        loss_axes.plot(px, smoothed(py), linewidth=0.9, label=key)
     loss_axes.set(title="training loss", xlabel="optimizer step", ylim=(0, None))
     if y:
         loss_axes.legend(fontsize=7)

@@ -48,8 +48,11 @@ def clock(seconds: float) -> str:
 
 
 def step_text(record: Mapping[str, Any]) -> str:
-    return (f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
+    text = (f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
             f"{record['images_per_second']:.1f} img/s {record['memory_gb']:.2f} GB")
+    if "mu" in record:  # AGVM's factors; the anchor's is always 1
+        text += " mu " + " ".join(f"{name.removesuffix('_head')} {value:.2f}" for name, value in record["mu"].items())
+    return text
 
 
 def memory_gb() -> float:

@@ -19,14 +19,16 @@ _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer")
 def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: int) -> torch.optim.Optimizer:
     options = dict(config.params)
     lr = options.get("lr")
-    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 <= lr < float("inf"):
         raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {lr!r}")
     rule = _rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
     modules = options.pop("modules", None) if config.type in OURS else None
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
-    if config.type in OURS and options.get("start_step", "warmup") == "warmup":
-        options["start_step"] = warmup_steps
+    if config.type in OURS:
+        options.pop("bucket_size", None)  # a setting of `attach`, not of the rule
+        if options.setdefault("start_step", "warmup") == "warmup":
+            options["start_step"] = warmup_steps
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return rule(groups, **options)

@@ -41,7 +41,7 @@ class Companion:
 
     def __init__(self, layout: Layout, plan: Plan, group: Any, lanes: Sequence[Lane], fires: dict[int, int]) -> None:
         self.layout, self.plan, self.group, self.lanes, self.fires = layout, plan, group, list(lanes), fires
-        # gloo reduces faster segment by segment than by reduce_scatter (0.07 s against 0.12 s for 2^24 floats, 2 ranks).
+        # gloo reduces faster segment by segment than by reduce_scatter (2^24 floats, 2 ranks: 0.07 s against 0.12 s).
         self.scatter = layout.even and layout.world > 1 and dist.get_backend(group) == "nccl"
         if self.scatter:
             for lane in self.lanes:

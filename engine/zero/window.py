@@ -94,11 +94,11 @@ class Attachment:
     def _measure(self, step: int) -> None:
         """Reduce, sum over this rank's partition, all-reduce three numbers per module, move mu."""
         layout, capture, modulator = self.layout, self.capture, self.client.modulator
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device=capture.device)
         for fragment in layout.fragments:
             g = layout.gradient(fragment)
             if g is not None:
-                square += squared_norm(g).cpu()
+                square += squared_norm(g).to(capture.device)
         fired, norm, reason = capture.finish(square)
         if reason is not None:
             modulator.discard(reason)
@@ -115,36 +115,36 @@ class Attachment:
         scale, companion_scale = self.layout.factors(norm)
         if self.client.companion != "signed":
             companion_scale = companion_scale ** 2
-        sums = torch.zeros(len(self.modules), 3, dtype=torch.float64)
-        for fragment, low, high, d in self._slices(fired, self.capture.lane):
-            g = self.layout.gradient(fragment)
-            if g is not None:
-                group = self.client.param_groups[self.layout.group[fragment.param]]
-                # To the shard's device: with an offloaded optimizer, g and the state are on the CPU.
-                d = None if d is None else d.to(g.device).double() * companion_scale
-                part = self.client.sums(group, self._state(fragment, low, high), g[low:high].double() * scale, d)
-                sums[self.modules.index(group["module"])] += part.cpu()
+        sums = torch.zeros(len(self.modules), 3, dtype=torch.float64, device=self.capture.device)
+        for fragment, low, high, g, d in self._slices(fired, self.capture.lane):
+            group = self.client.param_groups[self.layout.group[fragment.param]]
+            # On the device of g: with an offloaded optimizer, g and the state are on the CPU.
+            d = None if d is None else d.to(g.device).double() * companion_scale
+            part = self.client.sums(group, self._state(fragment, low, high), g.double() * scale, d)
+            sums[self.modules.index(group["module"])] += part.to(sums.device)
         if self.capture.norms is not None:
             for i, square in enumerate(self.capture.norms.tolist()):
                 module = self.client.param_groups[self.layout.group[i]]["module"]
                 sums[self.modules.index(module), 1] += \
                     square * companion_scale * self.capture.K / self.layout.world
-        return self.capture.all_reduce(sums.to(self.capture.device)).cpu()
+        return self.capture.all_reduce(sums).cpu()
 
-    def _slices(self, fired: list[bool], lane: Lane | None) -> Iterator[tuple[Fragment, int, int, Tensor | None]]:
-        """Small slices of this rank's fragments, with the companion; fragments without gradient are left out.
+    def _slices(self, fired: list[bool], lane: Lane | None) -> Iterator[tuple[Fragment, int, int, Tensor, Any]]:
+        """Small slices of this rank's fragments: g and the companion; fragments without gradient are left out.
 
         ZeRO-3 (and an offloaded ZeRO-1/2) keeps the previous step's gradient of a parameter that got none.
         """
         # Small beside the two buckets, which are free again by now: the sums take about ten fp64 temporaries.
-        limit = max(1024, min(self.capture.bucket_size // 16, 1 << 16 if self.capture.device.type == "cpu" else 1 << 22))
+        largest = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
+        limit = max(1024, min(self.capture.bucket_size // 16, largest))
         for k, start, stop, home in self.capture.plan.spans:
             fragment = self.layout.fragments[k]
-            if fired[fragment.param]:
+            g = self.layout.gradient(fragment) if fired[fragment.param] else None
+            if g is not None:
                 for low in range(start, stop, limit):
                     high = min(stop, low + limit)
                     d = None if lane is None else lane.partition[home + low - start:home + high - start]
-                    yield fragment, low, high, d
+                    yield fragment, low, high, g[low:high], d
 
     def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Tensor]:
         shard, begin = self.layout.shard(fragment), fragment.offset
@@ -154,17 +154,15 @@ class Attachment:
 
     def _check(self, fired: list[bool]) -> None:
         """First window: the plain companion has to be DeepSpeed's own gradient, or the layout was read wrongly."""
-        capture, groups = self.capture, len(self.client.param_groups)
-        sums = torch.zeros(groups, 2, dtype=torch.float64)
-        scale, companion_scale = self.layout.factors(1.0) if type(self.layout) is Replicated else (1.0, 1.0)
-        for fragment, low, high, mine in self._slices(fired, capture.plain):
-            g = self.layout.gradient(fragment)
-            if g is not None:
-                mine = mine.to(g.device).double() * companion_scale / scale
-                theirs = g[low:high].double()
-                sums[self.layout.group[fragment.param]] += torch.stack([(theirs - mine).square().sum(),
-                                                                        theirs.square().sum()]).cpu()
-        sums = capture.all_reduce(sums.to(capture.device)).cpu()
+        capture = self.capture
+        sums = torch.zeros(len(self.client.param_groups), 2, dtype=torch.float64, device=capture.device)
+        clipped_by = self.layout.clipped_by if type(self.layout) is Replicated else 1.0
+        for fragment, _, _, theirs, mine in self._slices(fired, capture.plain):
+            theirs = theirs.double()
+            error = theirs - mine.to(theirs.device).double() * clipped_by
+            part = torch.stack([error.square().sum(), theirs.square().sum()])
+            sums[self.layout.group[fragment.param]] += part.to(sums.device)
+        sums = capture.all_reduce(sums).cpu()
         if not torch.isfinite(sums).all():
             return                                                       # an overflow: look again at the next window
         tolerance = 1e-3 if capture.dtype == torch.float32 else 0.1

@@ -70,4 +70,5 @@ def test_a_parameter_in_no_module_or_in_two_is_named(modules, words):
 
 def test_a_prefix_ends_at_a_dot():
     model = nn.ModuleDict({"neck": nn.Linear(1, 1), "neck2": nn.Linear(1, 1)})
-    assert names(model, module_groups(model, {"a": ["neck"], "b": ["neck2"]}))["a", None] == ["neck.weight", "neck.bias"]
+    groups = names(model, module_groups(model, {"a": ["neck"], "b": ["neck2"]}))
+    assert groups["a", None] == ["neck.weight", "neck.bias"]

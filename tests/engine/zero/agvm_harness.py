@@ -93,7 +93,8 @@ def forget_old_groups() -> None:
         groups._world_of_caches = dist.group.WORLD
 
 
-def build(case: Case, model: nn.Module, *, make: Callable | None = None, attach: bool = True) -> tuple[Any, Any]:
+def build(case: Case, model: nn.Module, *, make: Callable | None = None, attach: bool = True,
+          modules: dict[str, list[str]] | None = None) -> tuple[Any, Any]:
     import deepspeed
 
     forget_old_groups()
@@ -101,7 +102,7 @@ def build(case: Case, model: nn.Module, *, make: Callable | None = None, attach:
         # DeepSpeed refuses fp16 on a CPU without AMX; torch computes it, slowly.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     rule = {"adamw": AGVMAdamW, "sgd": AGVMSGD}[case.rule]
-    groups = module_groups(model, MODULES, no_decay=case.no_decay)
+    groups = module_groups(model, modules or MODULES, no_decay=case.no_decay)
     optimizer = rule(groups, **case.options()) if make is None else make(groups)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(case))
     if attach and make is None:
@@ -122,7 +123,8 @@ def take_step(engine: Any, case: Case, step: int, *, loss: Callable | None = Non
 def by_module(model: nn.Module, pick: Callable) -> dict[str, list[torch.Tensor]]:
     """What `pick` makes of each parameter that was trainable at the start."""
     return {module: [pick(p) for name, p in model.named_parameters()
-                     if name.split(".")[0] not in getattr(model, "frozen", ()) and any(name.startswith(f"{x}.") for x in prefixes)]
+                     if name.split(".")[0] not in getattr(model, "frozen", ())
+                     and any(name.startswith(f"{x}.") for x in prefixes)]
             for module, prefixes in MODULES.items()}
 
 
@@ -133,7 +135,8 @@ def micro_gradients(model: nn.Module, step: int, total: int, loss: Callable | No
         x, y = micro_batch(step, j, next(model.parameters()).dtype)
         model.zero_grad()
         (model(x, y) if loss is None else loss(model, x, y, step, j)).backward()
-        gradients.append(by_module(model, lambda p: (torch.zeros_like(p) if p.grad is None else p.grad).clone().float()))
+        gradients.append(by_module(
+            model, lambda p: (torch.zeros_like(p) if p.grad is None else p.grad).clone().float()))
     return gradients
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from agvm_harness import Case, Tiny, build, close, deepspeed_config, take_step
+from agvm_harness import Case, Tiny, build, close, micro_batch, take_step
 
 from engine.zero import support
 
@@ -93,7 +93,6 @@ def wrong_number_of_backwards():
     take_step(engine, case, 1)
     mu = optimizer.mu
     engine.set_gradient_accumulation_boundary(True)
-    from agvm_harness import micro_batch
     engine.backward(engine(*micro_batch(2, dist.get_rank())))
     engine.step()
     state = optimizer.agvm_state_dict()

@@ -52,7 +52,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one(ranks):
         assert answer == (0.0, True, True), (case, answer)
 
 
-def warm_start(folder):
+def warm_start():
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     torch.manual_seed(1)
@@ -66,9 +66,11 @@ def warm_start(folder):
     engine.load_checkpoint(box[0], load_module_only=True)
     fresh = optimizer.mu
     close(engine, optimizer)
+    if dist.get_rank() == 0:
+        shutil.rmtree(box[0])
     return moved, fresh
 
 
 def test_loading_weights_only_leaves_mu_at_one(ranks):
-    moved, fresh = ranks.run(warm_start, 2, None)[0]
+    moved, fresh = ranks.run(warm_start, 2)[0]
     assert set(moved.values()) != {1.0} and set(fresh.values()) == {1.0}

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from agvm_harness import (Case, PlainRun, Tiny, build, close, difference, follow, forget_old_groups, full_weights,
-                          micro_batch, relative, take_step)
+from agvm_harness import Case, PlainRun, Tiny, build, by_module, close, follow, relative, take_step
 from torch import nn
+
+from engine.optim.reference import ReferenceSGD
 
 
 def nan_loss(bad_step, bad_rank):
@@ -22,13 +23,13 @@ def nan_loss(bad_step, bad_rank):
 def inject_nan(stage, bad_step):
     """A NaN on the last rank at one step: what mu and phi are before and after, and how far from a twin that skips."""
     torch.manual_seed(1)
-    case, model = Case(stage, 2, rule="sgd"), Tiny()
+    case, model = Case(stage, 2, rule="sgd", no_decay=False), Tiny()
     plain = PlainRun(case, copy.deepcopy(model)) if dist.get_rank() == 0 else None
-    case_engine, optimizer = build(Case(stage, 2, rule="sgd", no_decay=False), model)
+    engine, optimizer = build(case, model)
     loss, worst, kept = nan_loss(bad_step, dist.get_world_size() - 1), 0.0, []
     for step in range(1, 13):
         before = (optimizer.mu, optimizer.phi)
-        take_step(case_engine, case, step, loss=loss)
+        take_step(engine, case, step, loss=loss)
         if step == bad_step:
             kept.append(before == (optimizer.mu, optimizer.phi))
             if stage == 0:
@@ -39,7 +40,7 @@ def inject_nan(stage, bad_step):
             plain.step(step)
             worst = max(worst, relative(optimizer.phi, plain.twin.phi), relative(optimizer.mu, plain.twin.mu))
     state = optimizer.agvm_state_dict()
-    close(case_engine, optimizer)
+    close(engine, optimizer)
     return kept, worst, state
 
 
@@ -191,9 +192,6 @@ def train_out_of_order(estimator):
     model = Branches()
     case = Case(0, 2, rule="sgd", estimator=estimator, bucket_size=45, no_decay=False)
     twin_model = copy.deepcopy(model)
-    from engine.optim.reference import ReferenceSGD
-    from agvm_harness import by_module
-
     twin = ReferenceSGD(by_module(twin_model, lambda p: p.data), **case.options())
     engine, optimizer = build(case, model)
     capture, late = optimizer._attachment.capture, 0

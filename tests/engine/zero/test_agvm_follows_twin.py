@@ -23,7 +23,8 @@ MATRIX = {
     1: [Case(s, 2 + (s + r) % 2, rule=rule) for s in STAGES for r, rule in enumerate(("sgd", "adamw"))],
     2: [Case(s, 1 + (s + 2 * r) % 3, rule=rule, clip_grad=0.3 if s + r == 2 else 0.0)
         for s in STAGES for r, rule in enumerate(("sgd", "adamw"))],
-    3: [Case(s, 1 + (s + r) % 3, rule=rule, bucket_size=200) for s in STAGES for r, rule in enumerate(("adamw", "sgd"))],
+    3: [Case(s, 1 + (s + r) % 3, rule=rule, bucket_size=200)
+        for s in STAGES for r, rule in enumerate(("adamw", "sgd"))],
     4: [Case(s, 1 + s % 3, rule=rule, bucket_size=1000) for s in STAGES
         for rule in (("adamw", "sgd") if s == 2 else ("adamw",))],
 }
@@ -67,7 +68,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def test_bf16(ranks):
-    """The twin computes the same bf16 micro-gradients; DeepSpeed then rounds sums of them to bf16 (2^-8), it does not."""
+    """The twin computes the same bf16 micro-gradients; DeepSpeed rounds their sums to bf16 (2^-8), it does not."""
     cases = [Case(0, 2, rule="sgd", precision="bf16", agvm={"weight_decay": 0.0}),
              Case(1, 2, precision="bf16", config=FP32_SUMS), Case(1, 1, precision="bf16"),
              Case(2, 2, precision="bf16"), Case(2, 2, precision="bf16", config=FP32_SUMS),

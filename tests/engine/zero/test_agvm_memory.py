@@ -7,7 +7,6 @@ with DeepSpeed's reductions, step): the peak of a step with a window minus the p
 import weakref
 
 import torch
-import torch.distributed as dist
 from agvm_harness import Case, build, close
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,13 +1,12 @@
 """Plans move every element of every gradient to its owner, for any sizes, world and bucket size."""
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.zero.buckets import make_plan
-from engine.zero.layout import Flat, Layout
+from engine.zero.layout import Flat, Fragment, Layout
 
 
 class EvenLayout(Layout):
@@ -17,7 +16,6 @@ class EvenLayout(Layout):
         self.finish()
 
     def finish(self):
-        from engine.zero.layout import Fragment
         self.fragments = [Fragment(i, start, stop, *self.place(i, start)) for i in range(len(self.params))
                           for rank, start, stop in self.ranges(i) if rank == self.rank]
 
