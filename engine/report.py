@@ -83,7 +83,8 @@ def draw_predictions(path: Path, predictions: Sequence[dict[str, Any]], content:
     labels = {category: label for label, category in enumerate(category_ids_for(classes, content))}
     truth: dict[int, list[dict[str, Any]]] = {}
     for annotation in content["annotations"]:
-        if not annotation.get("iscrowd") and "bbox" in annotation:
+        known = annotation["image_id"] in files and annotation.get("category_id") in labels
+        if known and not annotation.get("iscrowd") and "bbox" in annotation:
             x, y, w, h = annotation["bbox"]
             shape = files[annotation["image_id"]]
             truth.setdefault(annotation["image_id"], []).append(dict(

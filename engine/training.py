@@ -29,6 +29,7 @@ from engine.randomness import BUILD, FORWARD, seed_all
 from engine.report import evaluate_and_report, finish_report
 from engine.weights import load_weights, save_weights
 from engine.zero.partitioned_build import initialise, partitioned
+from engine.zero.scalars import give_dimensions
 from engine.zero.whole_parameters import keep_whole, whole_state
 
 
@@ -151,6 +152,7 @@ def build_model(config: RunConfig, classes: Classes) -> nn.Module:
     initialise(model)
     if detector.load_from:
         say(f"weights {load_weights(model, detector.load_from, drop_mismatched=detector.drop_mismatched)}")
+    give_dimensions(model)
     precision = Precision.of(config.deepspeed)
     if detector.sync_bn or precision.half:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zipfile
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from engine.config.errors import UserError
+from engine.zero.scalars import file_shape
 
 
 class WeightsError(UserError):
@@ -49,9 +52,10 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 
             content: Any = load_file(str(path))
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # Files from before torch 1.6 are no zip archives, and only those can be mapped into memory.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # every reader has its own errors; what matters is the file and the reason
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise WeightsError(f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {reason})") from None
     meta = content.get("meta", {}) if isinstance(content, Mapping) else {}
     for key in ("state_dict", "model", "module"):
@@ -64,10 +68,17 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return {key.removeprefix("module."): value for key, value in tensors.items()}, meta if isinstance(meta, dict) else {}
 
 
-def _best_prefix(names: set[str], model_names: set[str]) -> str:
-    """Where the file's names sit in the model: as they are, or below the backbone (mmdet's or timm's)."""
-    candidates = ("", "backbone.", "backbone.body.")
-    return max(candidates, key=lambda prefix: (len({prefix + n for n in names} & model_names), -len(prefix)))
+def _as_named_here(tensors: dict[str, torch.Tensor], model_names: set[str]) -> dict[str, torch.Tensor]:
+    """The file's tensors under the names of the model: as they are, or below the backbone (mmdet's or timm's).
+
+    timm's feature extractors rename: a part of a sequence moves up (`stages.0.` is `stages_0.`), and some models are
+    wrapped once more (`model.`).
+    """
+    flat = {re.sub(r"^(\w+)\.(\d+)\.", r"\1_\2.", name): value for name, value in tensors.items()}
+    candidates = [{prefix + name: value for name, value in named.items()}
+                  for prefix, named in (("", tensors), ("backbone.", tensors), ("backbone.body.", tensors),
+                                        ("backbone.body.", flat), ("backbone.body.model.", tensors))]
+    return max(candidates, key=lambda named: len(named.keys() & model_names))  # the first of equals
 
 
 def load_weights(model: nn.Module, path: str | Path, *, drop_mismatched: bool) -> LoadReport:
@@ -75,20 +86,18 @@ def load_weights(model: nn.Module, path: str | Path, *, drop_mismatched: bool) -
     tensors = read_weights(path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     targets = {name: parameters.get(name, value) for name, value in model.state_dict(keep_vars=True).items()}
-    prefix = _best_prefix(set(tensors), set(targets))
-    tensors = {prefix + name: value for name, value in tensors.items()}
+    tensors = _as_named_here(tensors, set(targets))
     matched, dropped = [], []
     for name in targets.keys() & tensors.keys():
-        shape = getattr(targets[name], "ds_shape", targets[name].shape)
-        (matched if tuple(shape) == tuple(tensors[name].shape) else dropped).append(name)
+        fits = file_shape(targets[name]) == tuple(tensors[name].shape)
+        (matched if fits else dropped).append(name)
     if not matched:
         raise WeightsError(f"weight file {path} has no tensor that fits this detector: its names begin like "
                            f'"{next(iter(tensors))}", the detector\'s like "{next(iter(targets))}"')
     if dropped and not drop_mismatched:
         name = sorted(dropped)[0]
-        shape = getattr(targets[name], "ds_shape", targets[name].shape)
         raise WeightsError(
-            f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and {tuple(shape)} here "
+            f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and {file_shape(targets[name])} here "
             "(another number of classes?); set detector.drop_mismatched to true to train such layers anew")
     for name in sorted(matched):
         _copy(targets[name], tensors[name])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from typing import Callable
 
 USER_ERROR = 2
+# Launchers end all ranks of a node as soon as one has left: the one that tells the error must not be cut off.
+WAIT_FOR_MESSAGE = 5.0
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -33,24 +36,33 @@ def run_command(body: Callable[[], None]) -> None:
     # Two ranks on two cores must not run four threads; a launcher or a user who has set it knows better.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
     threads = max(1, (os.cpu_count() or 1) // max(local, 1))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that this one starts
+        torch.set_num_threads(threads)  # torch has read the variable already
     try:
         body()
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        _leave(USER_ERROR)
+            print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(WAIT_FOR_MESSAGE)
+        _leave_at_once(USER_ERROR)
     except KeyboardInterrupt:
-        _leave(130)
-    _leave(0)
+        _leave_at_once(130)
+    _close_process_group()
 
 
-def _leave(code: int) -> None:
-    """Close the process group where one was formed, and go without waiting for loader processes."""
+def _close_process_group() -> None:
     import torch.distributed as dist
 
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave_at_once(code: int) -> None:
+    """Without waiting for loader processes, or for a rank that will never come to a collective."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_available() and dist.is_initialized() and code == 0:
-        dist.destroy_process_group()
     os._exit(code)

@@ -84,7 +84,8 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
         bias = self.bias.float() if self.bias is not None else None
         use_batch = self.training or self.running_mean is None
         world = dist.get_world_size(self.process_group) if self.synchronise and dist.is_initialized() else 1
-        if not use_batch or world == 1:
+        # Never in evaluation, where ranks see different numbers of images: as torch's SyncBatchNorm does.
+        if not self.training or world == 1:
             momentum = self.momentum if self.momentum is not None else 0.0
             if self.training and self.track_running_stats:
                 self.num_batches_tracked.add_(1)

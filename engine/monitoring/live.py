@@ -13,7 +13,8 @@ class LiveLine:
     """Shows steps of a run or of an evaluation with rate and time to go."""
 
     def __init__(self, *, total: int, label: str, interval: int, start: int = 0, enabled: bool = True,
-                 stream: TextIO = sys.stderr) -> None:
+                 stream: TextIO | None = None) -> None:
+        stream = stream or sys.stderr  # looked up now, for it may have been redirected since the import
         self._enabled, self._total, self._label, self._interval = enabled, total, label, interval
         self._stream, self._done, self._first = stream, start, start
         self._began = time.monotonic()

@@ -24,6 +24,9 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     rule = _rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
     modules = options.pop("modules", None) if config.type in OURS else None
+    if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
+        raise ConfigError("optimizer.params.modules must give each module's name a list of prefixes, such as "
+                          f'{{"neck": ["neck"]}}, got {modules!r}')
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
     if config.type in OURS:
         options.pop("bucket_size", None)  # a setting of `attach`, not of the rule
@@ -32,7 +35,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return rule(groups, **options)
-    except (TypeError, ValueError) as error:
+    except (IndexError, TypeError, ValueError) as error:  # torch indexes `betas` before it looks at them
         raise ConfigError(f"optimizer {config.type} does not take these params ({error})") from None
 
 

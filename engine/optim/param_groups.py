@@ -11,7 +11,7 @@ from engine.config.errors import ConfigError, nearest
 from engine.config.schema import ParamwiseConfig
 from engine.optim.modules import detector_modules
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def param_groups(model: nn.Module, paramwise: ParamwiseConfig, *, lr: float, weight_decay: float,
@@ -80,5 +80,7 @@ def _backbone_layers(model: nn.Module) -> dict[str, int]:
         if block is not None:
             current = blocks.setdefault(block, len(blocks) + 1)
         layers[name] = current
+    if not blocks:
+        raise ConfigError("optimizer.paramwise.layer_decay: the backbone has no blocks that are numbered by stage and "
+                          "place, such as layer3.1, so its layers cannot be counted: use lr_mult")
     return layers
-

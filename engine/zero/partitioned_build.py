@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from engine.zero.scalars import scalars_partitioned
+
 
 @contextlib.contextmanager
 def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
@@ -28,7 +30,7 @@ def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
     from mmdet.registry import TASK_UTILS
 
     plain = _constructors()
-    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
+    with scalars_partitioned(), deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
         changed = {key: value for key, value in _constructors().items() if plain[key] is not value}
         build = TASK_UTILS.build
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.config.errors import ConfigError, nearest
+from engine.zero.scalars import file_shape
 
 
 def keep_whole(model_engine: Any, prefixes: Sequence[str]) -> None:
@@ -49,6 +50,6 @@ def whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         parameter = parameters.get(name, value)
         if hasattr(parameter, "ds_id"):
             with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.detach()
+                yield name, parameter.detach().view(file_shape(parameter))
         else:
-            yield name, value.detach()
+            yield name, value.detach().view(file_shape(parameter))

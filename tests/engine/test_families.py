@@ -17,6 +17,7 @@ TIMM = {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "re
 
 FAMILIES = {
     "retinanet": ("detection", "mmdet::retinanet/retinanet_r50_fpn_1x_coco.py", R18),
+    "atss": ("detection", "mmdet::atss/atss_r50_fpn_1x_coco.py", R18),  # has parameters without dimensions
     "faster_rcnn": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", SMALL_RCNN),
     "faster_rcnn_swin": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**SMALL_RCNN, **SWIN}),
     "faster_rcnn_timm": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**SMALL_RCNN, **TIMM}),
@@ -37,8 +38,10 @@ def family(name, stage):
             "run": {"eval_interval": None if task != "panoptic" else 0, "draw": 2}}
 
 
-def train_family(name, stage):
-    result = train_tiny(family(name, stage))
+def train_family(name, stage, zero_init=False):
+    changes = family(name, stage)
+    changes["detector"]["zero_init"] = zero_init
+    result = train_tiny(changes)
     return result["records"], result["metrics"], result["files"]
 
 
@@ -50,3 +53,9 @@ def test_family_trains_and_is_scored(ranks, name, stage):
     if task != "panoptic":
         assert 0 <= metrics["bbox_mAP"] <= 1 and ("segm_mAP" in metrics) == (task == "instance")
         assert {"eval.json", "results.bbox.json", "curves.png", "predictions.png"} <= set(files)
+
+
+def test_parameters_without_dimensions_train_alike_partitioned_from_the_start(ranks):
+    plain, _, _ = ranks.run(train_family, 2, "atss", 0)[0]
+    partitioned, _, _ = ranks.run(train_family, 2, "atss", 3, True)[0]
+    assert [r["loss"] for r in partitioned] == pytest.approx([r["loss"] for r in plain], rel=1e-5)

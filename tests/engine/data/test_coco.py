@@ -222,7 +222,7 @@ def test_orientation_is_that_of_the_image(folder):
 
 
 AUGMENTED = dict(train_scales=[[48, 48], [96, 96]], flip=0.5, keep_empty=True, augmentation=[
-    {"type": "RandomCrop", "crop_size": [32, 32], "allow_negative_crop": True}, {"type": "PhotoMetricDistortion"}])
+    {"type": "RandomCrop", "crop_size": [32, 32]}, {"type": "PhotoMetricDistortion"}])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

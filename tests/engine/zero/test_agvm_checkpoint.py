@@ -66,6 +66,7 @@ def warm_start():
     engine.load_checkpoint(box[0], load_module_only=True)
     fresh = optimizer.mu
     close(engine, optimizer)
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(box[0])
     return moved, fresh

@@ -1,0 +1,47 @@
+"""Parameters without dimensions, such as mmdet's `Scale` (FCOS, ATSS, ...), for DeepSpeed.
+
+DeepSpeed 0.19.8 broadcasts parameters as bytes, by a view that a tensor without dimensions does not have. While training
+such a parameter has one dimension of one, which broadcasts alike in every formula; in files it has none, as mmdet wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+import torch
+from torch import nn
+
+
+def give_dimension(parameter: torch.Tensor) -> None:
+    if parameter.dim() == 0 and not hasattr(parameter, "ds_id"):
+        parameter.data = parameter.data.view(1)
+        parameter.was_scalar = True
+
+
+def give_dimensions(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        give_dimension(parameter)
+
+
+def file_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The whole shape of a parameter as files have it, partitioned or not."""
+    return () if hasattr(tensor, "was_scalar") else tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+@contextlib.contextmanager
+def scalars_partitioned() -> Iterator[None]:
+    """Let zero.Init partition scalar parameters as they are made."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    partition = Init._zero_init_param
+
+    def with_dimension(self: Any, parameter: torch.Tensor) -> None:
+        give_dimension(parameter)
+        partition(self, parameter)
+
+    Init._zero_init_param = with_dimension
+    try:
+        yield
+    finally:
+        Init._zero_init_param = partition

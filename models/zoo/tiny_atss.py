@@ -1,0 +1,26 @@
+"""ATSS at the size of the quickstart: a half-width ResNet-18 and a 64-channel pyramid of strides 8 to 32.
+
+One anchor a place and an assignment that adapts to each object: it learns from scratch in a few hundred steps.
+"""
+
+model = dict(
+    type="ATSS",
+    data_preprocessor=dict(
+        type="DetDataPreprocessor", mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True,
+        pad_size_divisor=32),
+    backbone=dict(
+        type="ResNet", depth=18, base_channels=32, num_stages=4, out_indices=(0, 1, 2, 3), frozen_stages=-1,
+        norm_cfg=dict(type="BN", requires_grad=True), norm_eval=False, style="pytorch"),
+    neck=dict(type="FPN", in_channels=[32, 64, 128, 256], start_level=1, out_channels=64, num_outs=3),
+    bbox_head=dict(
+        type="ATSSHead", num_classes=80, in_channels=64, stacked_convs=2, feat_channels=64,
+        norm_cfg=dict(type="GN", num_groups=16),
+        anchor_generator=dict(
+            type="AnchorGenerator", octave_base_scale=4, scales_per_octave=1, ratios=[1.0], strides=[8, 16, 32]),
+        bbox_coder=dict(type="DeltaXYWHBBoxCoder", target_means=[0.0] * 4, target_stds=[0.1, 0.1, 0.2, 0.2]),
+        loss_cls=dict(type="FocalLoss", use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=1.0),
+        loss_bbox=dict(type="GIoULoss", loss_weight=2.0),
+        loss_centerness=dict(type="CrossEntropyLoss", use_sigmoid=True, loss_weight=1.0)),
+    train_cfg=dict(assigner=dict(type="ATSSAssigner", topk=9), allowed_border=-1, pos_weight=-1, debug=False),
+    test_cfg=dict(nms_pre=500, min_bbox_size=0, score_thr=0.05, nms=dict(type="nms", iou_threshold=0.6),
+                  max_per_img=100))

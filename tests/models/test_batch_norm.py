@@ -1,0 +1,158 @@
+"""Batch norm with fp32 statistics: torch's own on one rank, and over ranks that of the joined batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from models.batch_norm import Fp32BatchNorm, convert_batch_norm
+
+CHANNELS = 5
+
+
+def batch(sizes, seed=0):
+    """Maps with means far from zero: E[x^2] - E[x]^2 would lose them."""
+    generator = torch.Generator().manual_seed(seed)
+    scale, shift = torch.randn(CHANNELS, 1, 1, generator=generator), 100 * torch.randn(CHANNELS, 1, 1, generator=generator)
+    return torch.randn(sum(sizes), CHANNELS, 3, 4, generator=generator) * scale + shift
+
+
+def gradient(sizes, seed=0):
+    return torch.randn(sum(sizes), CHANNELS, 3, 4, generator=torch.Generator().manual_seed(seed + 50))
+
+
+def norm(**options):
+    torch.manual_seed(1)
+    layer = nn.BatchNorm2d(CHANNELS, **options)
+    if layer.affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def converted(layer, *, synchronise=False):
+    layer = copy.deepcopy(layer)
+    assert convert_batch_norm(layer, synchronise=synchronise) == 1
+    return layer
+
+
+def run(layer, x, dy):
+    """Output, input gradient, weight gradients and statistics."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (y * dy).sum().backward()
+    results = {"y": y.detach(), "dx": x.grad, **{f"d{n}": p.grad for n, p in layer.named_parameters()}}
+    layer.zero_grad()
+    return {**results, **{name: value.clone() for name, value in layer.named_buffers()}}
+
+
+OPTIONS = [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"momentum": 0.01, "eps": 0.1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_on_one_rank_it_is_torchs_batch_norm(options):
+    theirs = norm(**options)
+    ours = converted(theirs)
+    assert type(ours) is Fp32BatchNorm and ours.state_dict().keys() == theirs.state_dict().keys()
+    for step in range(3):
+        x, dy = batch([6], step), gradient([6], step)
+        torch.testing.assert_close(run(ours, x, dy), run(theirs, x, dy), rtol=0, atol=0)
+    ours.eval(), theirs.eval()
+    torch.testing.assert_close(run(ours, x, dy), run(theirs, x, dy), rtol=0, atol=0)
+
+
+def normalise_share(sizes, options):
+    """On a rank: its share of the joined batch through a synchronised norm, two steps, then once in evaluation."""
+    from engine import distributed
+
+    rank = distributed.rank()
+    layer = converted(norm(**options), synchronise=True)
+    share = slice(sum(sizes[:rank]), sum(sizes[:rank + 1]))
+    results = [run(layer, batch(sizes, step)[share], gradient(sizes, step)[share]) for step in range(2)]
+    layer.eval()
+    # Ranks see different numbers of images in evaluation: nothing may wait for the others there.
+    for _ in range(rank + 1):
+        results.append(run(layer, batch(sizes, 9)[share], gradient(sizes, 9)[share]))
+    return results[:3]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (1, 6), (3, 1, 2)], ids=str)
+def test_over_ranks_it_is_one_batch_norm_of_the_joined_batch(ranks, sizes):
+    for options in OPTIONS:
+        shares = ranks.run(normalise_share, len(sizes), sizes, options)
+        whole = norm(**options).double()  # the exact answer
+        for step, seed in enumerate((0, 1, 9)):
+            whole.train(seed != 9)
+            expected = run(whole, batch(sizes, seed).double(), gradient(sizes, seed).double())
+            got = [share[step] for share in shares]
+            assert all(g.keys() == expected.keys() for g in got)
+            if seed == 9 and not whole.track_running_stats:
+                continue  # evaluation on the statistics of a rank's own batch, as torch's SyncBatchNorm
+            for key in expected:
+                if key in ("y", "dx"):  # shares of it, in the order of ranks
+                    value = torch.cat([g[key] for g in got])
+                elif key in ("dweight", "dbias"):  # DDP and ZeRO add these up
+                    value = sum(g[key] for g in got)
+                else:  # running statistics, alike on every rank
+                    value = got[0][key]
+                    assert all(torch.equal(g[key], value) for g in got[1:]), key
+                scale = float(expected[key].abs().max()) or 1.0
+                torch.testing.assert_close(value.double(), expected[key].double(), rtol=1e-4, atol=1e-4 * scale,
+                                           msg=lambda text: f"{key} {options} step {step}: {text}")
+
+
+def test_statistics_stay_fp32_in_a_half_precision_model():
+    layer = nn.Sequential(converted(norm(momentum=0.01)), nn.Conv2d(CHANNELS, 2, 1)).bfloat16()
+    exact = norm(momentum=0.01)
+    exact.load_state_dict({n: v.to(exact.state_dict()[n].dtype) for n, v in layer[0].state_dict().items()})
+    rounding = norm(momentum=0.01).bfloat16()
+    assert layer[0].weight.dtype == layer[1].weight.dtype == torch.bfloat16
+    for step in range(60):
+        x = batch([4], step % 7).bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer[0](x)
+        expected = exact(x.float())
+        rounding(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+    for name in ("running_mean", "running_var"):
+        mine = getattr(layer[0], name)
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, getattr(exact, name), rtol=1e-6, atol=1e-6)
+        lost = (getattr(rounding, name).float() - getattr(exact, name)).abs().max() / getattr(exact, name).abs().max()
+        assert lost > 1e-3  # what bf16 statistics would have lost
+
+
+def test_timms_norm_with_activation_keeps_what_follows_it():
+    from timm.layers import BatchNormAct2d
+
+    theirs = BatchNormAct2d(CHANNELS, act_layer=nn.SiLU, inplace=False)
+    nn.init.normal_(theirs.weight)
+    ours = converted(theirs)
+    x, dy = batch([6]), gradient([6])
+    for _ in range(2):
+        torch.testing.assert_close(run(ours, x, dy), run(theirs, x, dy), rtol=0, atol=0)
+        ours.eval(), theirs.eval()
+
+
+def test_a_timm_model_computes_the_same_after_conversion():
+    import timm
+
+    torch.manual_seed(0)
+    theirs = timm.create_model("mobilenetv3_small_050", features_only=True)
+    ours = copy.deepcopy(theirs)
+    count = convert_batch_norm(ours, synchronise=False)
+    assert count == sum(isinstance(m, nn.BatchNorm2d) for m in theirs.modules()) > 20
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    x = torch.randn(2, 3, 64, 64)
+    for mine, expected in zip(ours(x), theirs(x)):
+        assert torch.equal(mine, expected)
+
+
+def test_a_batch_norm_of_another_kind_is_refused():
+    class Odd(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(ValueError, match="Odd is a batch norm of its own kind"):
+        convert_batch_norm(nn.Sequential(Odd(3)), synchronise=True)
