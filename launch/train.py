@@ -22,16 +22,18 @@ def main() -> None:
 def _train(options) -> None:
     import json
 
-    from engine.config import load_config
+    from engine import distributed
+    from engine.config import load_config, solve_batch
 
     overrides = list(options.set)
     if options.work_dir:
         overrides.append(f"run.work_dir={json.dumps(options.work_dir)}")
     if options.load_from:
         overrides.append(f"detector.load_from={json.dumps(options.load_from)}")
-    config = load_config(options.deepspeed_config, overrides)  # before the slow imports, so that a slip shows at once
+    # Before the slow imports, so that a slip shows at once.
+    config = load_config(options.deepspeed_config, overrides)
+    solve_batch(config.deepspeed, distributed.world_size())
 
-    from engine import distributed
     from engine.training import train
 
     distributed.init_distributed()

@@ -39,17 +39,21 @@ def _form_group(rank: int, world: int, store: str) -> None:
     deepspeed.logger.setLevel("ERROR")
 
 
-def _forget_zero3() -> None:
-    """Undo what ZeRO-3 (DeepSpeed 0.19.8) leaves behind in a process, so that ranks with different pasts agree.
+def _forget_previous_world() -> None:
+    """Undo what DeepSpeed 0.19.8 leaves behind in a process, so that ranks with different pasts agree.
 
-    Its own linear, whose gradients arrive in another order; and the counters of modules and parameters, which ranks
-    compare with each other.
+    Process groups of the world that is gone; ZeRO-3's own linear, whose gradients arrive in another order; and its
+    counters of modules and parameters, which ranks compare with each other.
     """
     import torch
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
 
-    torch.nn.functional.linear = _forget_zero3.linear
+    groups._WORLD_GROUP = groups.mesh_device = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._TENSOR_MODEL_PARALLEL_GROUP = None
+    groups._ALL_TO_ALL_GROUP = {}
+    torch.nn.functional.linear = _forget_previous_world.linear
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     Init.param_id = 0
 
@@ -59,7 +63,7 @@ def _serve(rank: int, tasks: mp.Queue, results: mp.Queue) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _forget_zero3.linear = torch.nn.functional.linear
+    _forget_previous_world.linear = torch.nn.functional.linear
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
     while True:
         try:
@@ -72,8 +76,8 @@ def _serve(rank: int, tasks: mp.Queue, results: mp.Queue) -> None:
             return
         module, name, args, world, store = task
         try:
-            _forget_zero3()
             _form_group(rank, world, store)
+            _forget_previous_world()
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), name)(*args)
             results.put((rank, True, value))

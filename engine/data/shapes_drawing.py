@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 
 # Part of the cache folder's name: raise it when a picture or a file changes.
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 MIN_VISIBLE_SHARE = 0.4
 # Parts that an occluder cut off and that are smaller than this become void: no annotator outlines three pixels.
 MIN_PART_PIXELS = 8
@@ -112,7 +112,7 @@ class _Canvas:
             size = self.image_size * rng.uniform(0.07, 0.12)
             centre = middle + rng.uniform(-0.22, 0.22, 2) * self.extent
             alpha = _coverage(_outline(rng, category.name, size, centre), self.labels.shape)
-            _paint(rng, self.image, alpha)
+            _paint(rng, self.image, alpha, category)
             self.labels[alpha > 127] = label
         self.drawn[label] = int((self.labels == label).sum())
 
@@ -136,7 +136,7 @@ class _Canvas:
             # teach a detector that shapes are background. What the image border cuts off may be a fifth.
             if (pixels >= 2 * MIN_VISIBLE_SHARE * cv2.contourArea(points.astype(np.float32))
                     and all(left[label] >= MIN_VISIBLE_SHARE * drawn for label, drawn in self.drawn.items())):
-                _paint(rng, self.image, alpha)
+                _paint(rng, self.image, alpha, category)
                 self.segments.append(Segment(category=category, iscrowd=False))
                 self.labels[mask] = len(self.segments)
                 self.drawn[len(self.segments)] = pixels
@@ -166,14 +166,18 @@ def _coverage(points: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return cv2.fillPoly(alpha, [np.round((points - 0.5) * 16).astype(np.int32)], 255, cv2.LINE_AA, shift=4)
 
 
-def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray) -> None:
-    """Blend a random texture in, in colours that stand out from what lies beneath."""
+def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray, category: Category) -> None:
+    """Blend a random texture in, in shades of the class's colour (one in eight: of any) that stand out from beneath.
+
+    Classes have typical colours, as fruit or road signs do: by outline alone a small detector needs an hour of two cores.
+    """
     x, y, w, h = cv2.boundingRect(alpha)
     if w == 0:
         return
     patch, weight = image[y:y + h, x:x + w], alpha[y:y + h, x:x + w, None] / np.float32(255)
     beneath = (patch * weight).sum((0, 1)) / weight.sum()
-    colours = rng.uniform(0, 255, (4, 3))
+    typical = np.array(category.color) if rng.random() < 0.875 else rng.uniform(0, 255, 3)
+    colours = np.clip(typical + rng.normal(0, 30, (4, 3)), 0, 255)
     first = colours[np.abs(colours - beneath).sum(1).argmax()]
     second = 0.8 * first + 0.2 * rng.uniform(0, 255, 3)
     ys, xs = np.mgrid[:h, :w].astype(np.float32)

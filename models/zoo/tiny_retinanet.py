@@ -1,6 +1,6 @@
 """RetinaNet at the size of the quickstart: a half-width ResNet-18 and a 64-channel pyramid of strides 8 to 32.
 
-Objects of 160-pixel images are about 14 to 90 pixels wide: anchors begin at two strides, 16 pixels.
+Objects of 128-pixel images are about 12 to 70 pixels wide: anchors begin at two strides, 16 pixels.
 """
 
 model = dict(

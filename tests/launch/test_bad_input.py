@@ -31,15 +31,17 @@ ONE_PROCESS = {
                        {"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2}),
     "empty data set": ("annotations.json lists no images", {"data": {**COCO, "root": "{folder}/empty"}}),
     "no masks": ('data.task is "instance" but .* has no masks', {"data": {**COCO, "root": "{folder}/boxes", "task": "instance"}}),
-    "class mismatch": (r"bbox_head.retina_cls.bias is \(999,\) in the file and .*another number of classes",
-                       {"detector": {"load_from": "{folder}/other.pth"}}),
     "used work dir": ("used already holds a run: choose another", {"run": {"work_dir": "{folder}/used"}}),
     "unknown detector": (r'detector.config "tiny_retinanett" is not .* \(did you mean "tiny_retinanet"\?\)',
                          {"detector": {"config": "tiny_retinanett"}}),
     "unwritable work dir": ("boxes/annotations.json/x cannot be written: ",
                             {"run": {"work_dir": "{folder}/boxes/annotations.json/x"}}),
 }
-TORCHRUN = {"malformed json": ONE_PROCESS["malformed json"], "class mismatch": ONE_PROCESS["class mismatch"]}
+TORCHRUN = {
+    "malformed json": ONE_PROCESS["malformed json"],
+    "class mismatch": (r"bbox_head.retina_cls.bias is \(999,\) in the file and .*another number of classes",
+                       {"detector": {"load_from": "{folder}/other.pth"}}),
+}
 MISSING_FILE = ("nowhere/annotations.json does not exist: check data.root", {"data": {**COCO, "root": "{folder}/nowhere"}})
 
 

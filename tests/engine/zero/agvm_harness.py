@@ -77,27 +77,10 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
     return {**config, **case.config}
 
 
-def forget_old_groups() -> None:
-    """A new world in an old process: DeepSpeed 0.19.8 caches its process groups in a module and goes on with those of
-    the world that is gone, and numbers ZeRO-3 parameters and modules on from counters that then differ by rank."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-    from deepspeed.utils import groups
-
-    if getattr(groups, "_world_of_caches", None) is not dist.group.WORLD:
-        groups._WORLD_GROUP = groups.mesh_device = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._TENSOR_MODEL_PARALLEL_GROUP = None
-        groups._ALL_TO_ALL_GROUP = {}
-        Init.param_id = 0
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-        groups._world_of_caches = dist.group.WORLD
-
-
 def build(case: Case, model: nn.Module, *, make: Callable | None = None, attach: bool = True,
           modules: dict[str, list[str]] | None = None) -> tuple[Any, Any]:
     import deepspeed
 
-    forget_old_groups()
     if case.precision == "fp16":
         # DeepSpeed refuses fp16 on a CPU without AMX; torch computes it, slowly.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
