@@ -105,6 +105,18 @@ def find_images(source: str) -> list[Path]:
     return sorted(found)
 
 
+def drawn_paths(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Where each image is drawn: its own name, with a number before it where two images share one."""
+    stems = Counter(path.stem for path in paths)
+    drawn = [out / f"{path.stem if stems[path.stem] == 1 else f'{number:04d}-{path.stem}'}.png"
+             for number, path in enumerate(paths, 1)]
+    sources = {path.resolve() for path in paths}
+    for path in drawn:
+        if path.resolve() in sources:
+            raise ConfigError(f"--out {out} would write over the image {path.name}: choose another folder")
+    return drawn
+
+
 class _Images:
     """Images in the form of a test data set, so that prediction is the same code as in evaluation."""
 
@@ -130,16 +142,15 @@ def infer(loaded: Loaded, source: str, out: Path, *, threshold: float = SCORE_SH
     masks = loaded.config.data.task == "instance"
     with distributed.together():
         paths = find_images(source)
+        drawn_to = drawn_paths(paths, out)
         images = _Images(paths, Compose(test_pipeline(loaded.config.data)))
         mine = predict(loaded.model, loaded.preprocess, loaded.precision, images,
                        batch=loaded.config.run.eval_batch_size, workers=0, with_masks=masks, live=True)
         _make_folder(out)
-        stems = Counter(path.stem for path in paths)
         for prediction in mine:
-            path = paths[prediction["image_id"] - 1]
-            drawn = draw_objects(read_image(path), shown_objects(prediction, threshold), loaded.classes.things)
-            unique = path.stem if stems[path.stem] == 1 else f"{prediction['image_id']:04d}-{path.stem}"
-            save_image(out / f"{unique}.png", drawn)
+            place = prediction["image_id"] - 1
+            drawn = draw_objects(read_image(paths[place]), shown_objects(prediction, threshold), loaded.classes.things)
+            save_image(drawn_to[place], drawn)
     with distributed.together():
         predictions = gather_predictions(mine, len(paths))
         if predictions is not None:

@@ -29,18 +29,11 @@ def add_config_arguments(arguments: argparse.ArgumentParser, *, required: bool =
 
 def run_command(body: Callable[[], None]) -> None:
     """Run a script's body; a UserError becomes one sentence (once a node, or once in all) and exit code 2."""
+    _share_cores()  # before torch is imported, for its threads are made then
     from engine.config.errors import UserError
     from engine.distributed import adopt_launcher_environment
 
     adopt_launcher_environment()
-    # Two ranks on two cores must not run four threads; a launcher or a user who has set it knows better.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
-    threads = max(1, (os.cpu_count() or 1) // max(local, 1))
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that this one starts
-        torch.set_num_threads(threads)  # torch has read the variable already
     try:
         body()
     except UserError as error:
@@ -52,6 +45,15 @@ def run_command(body: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _leave_at_once(130)
     _close_process_group()
+
+
+def _share_cores() -> None:
+    """Threads for each rank of this node; a launcher or a user who has set them knows better."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE")
+    ranks = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # A thread that waits for another sleeps: spinning costs a busy machine ten times the work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _close_process_group() -> None:

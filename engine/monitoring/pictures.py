@@ -54,7 +54,10 @@ def read_image(path: str | Path) -> np.ndarray:
 def save_image(path: Path, image: np.ndarray) -> None:
     import cv2
 
-    cv2.imwrite(str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+    if not cv2.imwrite(str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR)):  # it answers False and says nothing
+        from engine.data.coco import DataError
+
+        raise DataError(f"picture {path} cannot be written")
 
 
 def side_by_side(rows: Sequence[tuple[np.ndarray, np.ndarray]], path: Path) -> Path:

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from engine.config import UserError
+from engine.config import ConfigError, UserError
 from engine.data.coco import Classes, DataError
 from engine.data.loader import evaluation_loader, readable
 from engine.data.shapes import ShapesSettings, write_shapes
 from engine.evaluation import category_ids_for, coco_results, gather_predictions, score
+from engine.inference import drawn_paths, find_images
 from engine.report import draw_predictions, result_table, write_scores
 
+# pycocotools 2.0.11 on numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 METRICS = ["mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l"]
 
 
@@ -184,6 +187,21 @@ def test_predictions_are_drawn_where_annotations_are_odd(shapes, tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
+def test_inference_never_writes_over_an_image(tmp_path):
+    for name in ("a.png", "a.jpg", "b.JPG", "note.txt"):
+        (tmp_path / name).touch()
+    images = find_images(str(tmp_path))
+    assert images == [tmp_path / name for name in ("a.jpg", "a.png", "b.JPG")] == find_images(str(tmp_path / "*.*"))
+    drawn = drawn_paths(images, tmp_path / "out")
+    assert [p.name for p in drawn] == ["0001-a.png", "0002-a.png", "b.png"]
+    with pytest.raises(ConfigError, match="would write over the image a.png"):
+        drawn_paths(images[1:], tmp_path / "out" / "..")
+    for nothing in ("note.txt", "*.gif", "absent"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(DataError, match="is no image, no folder with images"):
+            find_images(str(tmp_path / "empty" / nothing))
+
+
 class Numbers:
     """A data set whose samples are their own numbers."""
 
@@ -206,19 +224,26 @@ def test_every_image_is_loaded_by_exactly_one_rank(size, world, batch):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def gather_share(size):
+SIZES = (7, 2)
+
+
+def gather_shares():
     from engine import distributed
 
-    loader = evaluation_loader(Numbers(size), rank=distributed.rank(), world=distributed.world_size(), batch=2, workers=0)
-    mine = [{"image_id": index} for data in readable(loader) for index in data["inputs"]]
-    return gather_predictions(mine, size)
+    answers = []
+    for size in SIZES:
+        loader = evaluation_loader(Numbers(size), rank=distributed.rank(), world=distributed.world_size(), batch=2,
+                                   workers=0)
+        mine = [{"image_id": index} for data in readable(loader) for index in data["inputs"]]
+        answers.append(gather_predictions(mine, size))
+    return answers
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_rank_zero_gathers_every_image_once(ranks, world):
-    for size in (7, 2):
-        answers = ranks.run(gather_share, world, size)
-        assert answers == [[{"image_id": index} for index in range(size)]] + [None] * (world - 1)
+    first, *others = ranks.run(gather_shares, world)
+    assert first == [[{"image_id": index} for index in range(size)] for size in SIZES]
+    assert others == [[None, None]] * (world - 1)
 
 
 def test_an_image_scored_twice_or_never_is_an_error():

@@ -126,11 +126,14 @@ def test_inference_draws_every_image_and_writes_results_with_names(followed):
     assert {p.name for p in (folder / "found").iterdir()} == {"results.json"} | {f"{p.stem}.png" for p in photos}
     assert {r["file_name"] for r in results} == {p.name for p in photos} and len(results) == 2 * 20
     assert "40 objects with a score of at least 0 on 2 images" in output["infer"]
-    # The very boxes that evaluation found on these images.
     content = torch.load(folder / "work" / "checkpoints" / "step-000002.pth", weights_only=True)["meta"]
     names = dict(zip(content["dataset_meta"]["category_ids"], content["dataset_meta"]["classes"]))
     assert all(r["category"] == names[r["category_id"]] and len(r["bbox"]) == 4 for r in results)
+    # The very objects that the run's evaluation found on these images (COCO's file names are image ids).
+    evaluated = read(folder / "work" / "results.bbox.json")
     for photo in photos:
+        ours = sorted(r["score"] for r in results if r["file_name"] == photo.name)
+        assert ours == pytest.approx(sorted(r["score"] for r in evaluated if r["image_id"] == int(photo.stem)), abs=1e-5)
         drawn, plain = cv2.imread(str(folder / "found" / f"{photo.stem}.png")), cv2.imread(str(photo))
         factor = drawn.shape[0] // plain.shape[0]
         assert drawn.shape[:2] == (plain.shape[0] * factor, plain.shape[1] * factor)

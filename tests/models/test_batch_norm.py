@@ -62,6 +62,10 @@ def test_on_one_rank_it_is_torchs_batch_norm(options):
     torch.testing.assert_close(run(ours, x, dy), run(theirs, x, dy), rtol=0, atol=0)
 
 
+def normalise_shares(sizes):
+    return [normalise_share(sizes, options) for options in OPTIONS]
+
+
 def normalise_share(sizes, options):
     """On a rank: its share of the joined batch through a synchronised norm, two steps, then once in evaluation."""
     from engine import distributed
@@ -79,8 +83,8 @@ def normalise_share(sizes, options):
 
 @pytest.mark.parametrize("sizes", [(4, 4), (1, 6), (3, 1, 2)], ids=str)
 def test_over_ranks_it_is_one_batch_norm_of_the_joined_batch(ranks, sizes):
-    for options in OPTIONS:
-        shares = ranks.run(normalise_share, len(sizes), sizes, options)
+    answers = ranks.run(normalise_shares, len(sizes), sizes)
+    for options, *shares in zip(OPTIONS, *answers):
         whole = norm(**options).double()  # the exact answer
         for step, seed in enumerate((0, 1, 9)):
             whole.train(seed != 9)

@@ -14,6 +14,8 @@ from engine.data.build import build_data
 from engine.data.loader import training_loader
 from engine.data.order import SampleKey
 
+# pycocotools 2.0.11 on numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 CATEGORIES = [{"id": 40, "name": "cat"}, {"id": 7, "name": "dog"}, {"id": 90, "name": "emu"}]
 SQUARE = [[8.0, 8.0, 28.0, 8.0, 28.0, 28.0, 8.0, 28.0]]
 WHOLE_CROWD = {"size": [48, 64], "counts": [0, 48 * 64]}
