@@ -69,11 +69,12 @@ def new_work_dir(config: RunConfig) -> Path:
     """The folder of this run. One that already holds a run is refused, so that nothing is written over."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(config.run.work_dir or Path("work_dirs") / f"{config.name}-{stamp}").resolve()
-    if (path / "metrics.jsonl").exists():
+    records = path / "metrics.jsonl"
+    if records.exists() and records.stat().st_size:  # one that failed before its first step left nothing to lose
         raise ConfigError(f"work dir {path} already holds a run: choose another with --work-dir, or remove it")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "metrics.jsonl").touch()
+        records.touch()
     except OSError as error:
         raise ConfigError(f"work dir {path} cannot be written: {error.strerror}") from None
     return path
@@ -86,6 +87,7 @@ def build_run(config: RunConfig) -> Run:
     with distributed.together():
         plan = solve_batch(config.deepspeed, distributed.world_size())
         _check_supported(config)
+        check_deepspeed({**config.deepspeed, **plan.as_keys()})
         work_dir = new_work_dir(config) if rank == 0 else Path()
     work_dir = Path(distributed.broadcast_object(str(work_dir)))
     config = resolve(config, plan, work_dir)
@@ -109,7 +111,7 @@ def build_run(config: RunConfig) -> Run:
     model.forward = forward
     try:
         model_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config.deepspeed))
-    except (AssertionError, ValueError) as error:  # DeepSpeed checks its own keys here, with errors of many kinds
+    except (AssertionError, ValueError) as error:  # some combinations are only refused once the model is known
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"DeepSpeed does not accept this config ({reason})") from error
     with distributed.together():
@@ -129,6 +131,22 @@ def build_run(config: RunConfig) -> Run:
     return Run(config=config, plan=plan, classes=classes, train=train, val=val, schedule=schedule, batches=batches,
                engine=model_engine, optimizer=optimizer, forward=forward, preprocess=preprocess, precision=precision,
                work_dir=work_dir)
+
+
+def check_deepspeed(settings: dict[str, Any]) -> None:
+    """Let DeepSpeed read its own keys before anything is built, and name the one it does not take."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(dict(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"DeepSpeed does not accept \"{'.'.join(str(part) for part in first['loc'])}\" in "
+                          f"{error.title.removeprefix('DeepSpeed').removesuffix('Config').lower()} ({first['msg']})") from None
+    except Exception as error:  # its readers raise whatever a wrong value leads to
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"DeepSpeed does not accept this config ({type(error).__name__}: {reason})") from None
 
 
 def _check_supported(config: RunConfig) -> None:

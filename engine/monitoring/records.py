@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
+
+from engine.config.errors import UserError
 
 
 class RecordFile:
     """Appends JSON lines; every line is whole on disk before the next, so a killed run leaves a readable file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        with _writing(path):
+            self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(_plain(record)) + "\n")
@@ -39,5 +43,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     """Write a whole file or none; `indent` for what people read."""
     aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(_plain(value), indent=indent) + "\n")
-    aside.replace(path)
+    with _writing(path):
+        aside.write_text(json.dumps(_plain(value), indent=indent) + "\n")
+        aside.replace(path)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None

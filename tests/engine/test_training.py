@@ -43,3 +43,35 @@ def test_workers_and_repetition_change_nothing(ranks, reference):
 def test_another_seed_gives_other_weights(ranks, reference):
     other = ranks.run(runs, 1, [{"run": {"seed": 4}}])[0][0]
     assert difference(reference["weights"], other["weights"]) > 1e-2
+
+
+def refusals():
+    from engine.config import ConfigError
+    from engine.training import check_deepspeed
+
+    triangle = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    check_deepspeed({**triangle, "zero_optimization": {"stage": 2}})
+    messages = []
+    for keys in ({"zero_optimization": {"stge": 2}}, {"zero_optimization": {"overlap_comm": "maybe"}}, {"timers": 3}):
+        with pytest.raises(ConfigError) as caught:
+            check_deepspeed({**triangle, **keys})
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_deepspeed_refuses_is_told_in_one_sentence_before_anything_is_built(ranks):
+    typo, value, kind = ranks.run(refusals, 1)[0]
+    assert '"stge" in zero' in typo and '"overlap_comm" in zero' in value and "does not accept" in kind
+    assert not any("\n" in message for message in (typo, value, kind))
+
+
+def test_a_work_dir_with_records_is_refused_and_one_that_failed_early_is_not(tmp_path):
+    from engine.config import ConfigError, parse_config
+    from engine.training import new_work_dir
+    from tiny_run import TINY, merged
+
+    config = parse_config(merged({"run": {"work_dir": str(tmp_path)}}, TINY))
+    assert new_work_dir(config) == tmp_path.resolve() == new_work_dir(config)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds a run"):
+        new_work_dir(config)
