@@ -27,10 +27,10 @@ TINY = {
 
 
 def merged(changes: dict[str, Any], base: dict[str, Any] = TINY) -> dict[str, Any]:
-    """A copy of `base` with nested changes."""
+    """A copy of `base` with nested changes; options and optimizer params are replaced as a whole."""
     result = copy.deepcopy(base)
     for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(result.get(key), dict) and key != "options":
+        if isinstance(value, dict) and isinstance(result.get(key), dict) and key not in ("options", "params"):
             result[key] = merged(value, result[key])
         else:
             result[key] = copy.deepcopy(value)

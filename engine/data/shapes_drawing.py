@@ -124,7 +124,7 @@ class _Canvas:
         for _ in range(8):
             centre = rng.uniform(0.05, 0.95, 2) * self.extent
             if self.drawn and rng.random() < 0.25:
-                # Near another shape: by chance alone less than one in four is partly hidden, so more than one in three.
+                # Near another shape, so that more of them are partly hidden than by chance.
                 rows, columns = np.nonzero(self.labels == rng.choice(list(self.drawn)))
                 centre = np.array([columns.mean(), rows.mean()]) + rng.uniform(-0.6, 0.6, 2) * size
             points = _outline(rng, category.name, size, centre)
@@ -154,7 +154,7 @@ class _Canvas:
 
 
 def _outline(rng: np.random.Generator, name: str, size: float, centre: np.ndarray) -> np.ndarray:
-    """The corners of a shape, turned and slightly squeezed, in pixels."""
+    """The corners of a shape, turned by up to 20 degrees and slightly squeezed, in pixels."""
     points = _OUTLINES[name] * (size / 2) * (1, rng.uniform(0.8, 1.0))
     return np.stack(_rotate(points[:, 0], points[:, 1], rng.uniform(-0.35, 0.35)), 1) + centre
 

@@ -93,7 +93,7 @@ def test_the_labels_show_what_the_picture_shows(monkeypatch):
     # Each shape paints its number in place of a texture, so that the picture itself says who is in front.
     painted = []
 
-    def paint_number(rng, image, alpha):
+    def paint_number(rng, image, alpha, category):
         painted.append(alpha)
         image[alpha > 127] = 1000 + len(painted)
 

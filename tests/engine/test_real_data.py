@@ -1,0 +1,35 @@
+"""Real photographs: the BCCD config as it is shipped, cut short. Skipped where the data is absent."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tiny_run import train_tiny
+
+DATA = Path(os.environ.get("GIGADET_DATA", Path(__file__).parents[3] / "shared" / "data")).resolve()
+needs_bccd = pytest.mark.skipif(not (DATA / "bccd" / "train.json").is_file(), reason=f"no BCCD below {DATA}")
+
+
+def train_bccd(root):
+    from engine.config import load_config
+
+    short = [f"data.root={root}", "data.workers=0", 'schedule={"steps": 2}', "data.scale=[128,96]"]
+    result = train_tiny(load_config("bccd_retinanet_r18", short).to_json())
+    return result["records"], result["metrics"], result["files"]
+
+
+@needs_bccd
+def test_bccd_trains_and_is_scored_on_two_ranks(ranks):
+    records, metrics, files = ranks.run(train_bccd, 2, str(DATA / "bccd"))[0]
+    assert len(records) == 2 and all(0 < record["loss"] < 100 for record in records)
+    assert set(metrics) >= {"bbox_mAP", "bbox_mAP_50"} and "predictions.png" in files
+
+
+@needs_bccd
+def test_bccd_classes_and_counts():
+    from engine.config import load_config
+    from engine.data.build import build_data
+
+    train, val, classes = build_data(load_config("bccd_retinanet_r18", [f"data.root={DATA / 'bccd'}"]).data)
+    assert classes.things == ("RBC", "WBC", "Platelets")
+    assert (len(train.dataset), len(val.dataset)) == (205, 87)
