@@ -74,3 +74,9 @@ def difference(first: dict[str, Any], second: dict[str, Any]) -> float:
     """The greatest difference of any weight, relative to the greatest weight of its tensor."""
     assert first.keys() == second.keys()
     return max(float((first[n] - second[n]).abs().max() / first[n].abs().max().clamp(min=1e-12)) for n in first)
+
+
+def distance(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Euclidean and relative over all weights: for runs in which single small weights may be off."""
+    apart = sum(float((first[n] - second[n]).square().sum()) for n in first)
+    return (apart / sum(float(value.square().sum()) for value in first.values())) ** 0.5

@@ -1,7 +1,7 @@
 """AGVM from the JSON: measured, recorded, drawn, and the same on one rank as on two."""
 
 import pytest
-from tiny_run import difference, train_tiny
+from tiny_run import distance, train_tiny
 
 from engine.config import UserError
 from engine.monitoring.variance import draw_variance
@@ -36,7 +36,7 @@ def test_one_rank_and_several_measure_the_same(ranks, single, world, stage):
     for mine, theirs in zip(single["records"], other["records"]):
         for key in ("phi", "mu"):
             assert mine.get(key, {}) == pytest.approx(theirs.get(key, {}), rel=1e-4)
-    assert difference(single["weights"], other["weights"]) < 1e-5
+    assert distance(single["weights"], other["weights"]) < 1e-5
 
 
 def test_the_plot_has_a_column_per_run_and_refuses_a_run_without_measurements(single, ranks, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import TINY, difference, merged, train_tiny
+from tiny_run import TINY, difference, distance, merged, train_tiny
 
 BATCH_NORM = {"detector": {"options": {**TINY["detector"]["options"], "backbone.norm_cfg": {"type": "BN"}}}}
 
@@ -21,12 +21,6 @@ def runs(cases):
 @pytest.fixture(scope="module")
 def plain(ranks):
     return ranks.run(runs, 2, [{}])[0][0]
-
-
-def distance(first, second):
-    """Euclidean, relative, over all weights: in half precision single small ones are far off."""
-    apart = sum(float((first[n] - second[n]).square().sum()) for n in first)
-    return (apart / sum(float(value.square().sum()) for value in first.values())) ** 0.5
 
 
 def test_bf16_and_fp16_follow_fp32_loosely(ranks, plain):
@@ -45,7 +39,7 @@ def test_recomputed_blocks_give_the_same_weights_and_statistics(ranks):
              merged({"zero_optimization": {"stage": 3}}, recompute)]
     expected, *others = ranks.run(runs, 2, cases)[0]
     for result in others:
-        assert difference(expected["weights"], result["weights"]) < 1e-6
+        assert difference(expected["weights"], result["weights"]) < 1e-5
 
 
 def test_synchronised_batch_norm_makes_two_ranks_one(ranks):
