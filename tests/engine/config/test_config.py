@@ -277,3 +277,9 @@ def test_a_key_that_deepspeed_gave_up_is_refused_by_both(key):
     with pytest.raises(DeepSpeedConfigError):
         DeepSpeedConfig({"train_batch_size": 1, key: {}})
     assert refusal({**MINIMAL, key: {}}) == f'DeepSpeed 0.19 no longer has "{key}": remove the key'
+
+
+def test_the_page_on_the_config_is_the_one_the_schema_gives():
+    from engine.config.document import page
+
+    assert (Path(__file__).parents[3] / "docs" / "config.md").read_text() == page()
