@@ -52,7 +52,7 @@ def _share_cores() -> None:
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE")
     ranks = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    # A thread that waits for another sleeps: spinning costs a busy machine ten times the work.
+    # A thread that waits for another sleeps instead of spinning on a core that other ranks or programs could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

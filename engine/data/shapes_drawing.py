@@ -169,8 +169,7 @@ def _coverage(points: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray, category: Category) -> None:
     """Blend a random texture in, in shades of the class's colour (one in eight: of any) that stand out from beneath.
 
-    Classes have typical colours, as fruit or road signs do: told apart by outline alone, the quickstart's detector had an
-    AP50 of 0.22 after 240 steps of batch 16, with colours 0.56 after 240 of batch 8.
+    Classes have typical colours, as fruit or road signs do, so that the quickstart's detector learns them in minutes.
     """
     x, y, w, h = cv2.boundingRect(alpha)
     if w == 0:
