@@ -30,7 +30,7 @@ class Modulator:
         halves      a = sum D^2 g^2,  b = sum D^2 d^2,  c = sum D^2 g d        d = (G1 - G2) / 2
                     cos = (a + (p - q) c - p q b) / sqrt((a + 2 p c + p^2 b) (a - 2 q c + q^2 b))
                     Phi = 1 - cos(D G1, D G2)
-        replicas    n = sum D^2 g^2,  S = sum D^2 Q                            Q = mean of u[j]^2
+        replicas    n = sum D^2 g^2,  S = sum D^2 Q,  S - n                    Q = mean of u[j]^2
                     Phi = 2 (S - n) / (S + (R - 2) n)
 
     where u[j], j = 0..R-1, are the micro-batch gradients, G1 and G2 the means over even and odd j, n1 and n2 of them,
@@ -73,16 +73,19 @@ class Modulator:
         """Phi of one module from its three all-reduced sums, or None if it has no gradient."""
         R = micro_batches
         if self.estimator == "replicas":
-            n, S, _ = sums
-            return None if S <= 0 else max(0.0, 2 * (S - n) / (S + (R - 2) * n))
+            n, S, gap = sums
+            return None if S <= 0 else max(0.0, 2 * gap / (S + (R - 2) * n))
         a, b, c = sums
         n1, n2 = (R + 1) // 2, R // 2
         p, q = 2 * n2 / R, 2 * n1 / R
         first, second = a + 2 * p * c + p * p * b, a - 2 * q * c + q * q * b          # |D G1|^2 and |D G2|^2
         if min(first, second) <= NO_GRADIENT * (a + b):
             return None
-        cosine = (a + (p - q) * c - p * q * b) / math.sqrt(first * second)
-        return 1 - min(1.0, max(-1.0, cosine))
+        product, norms = a + (p - q) * c - p * q * b, math.sqrt(first * second)
+        if product <= 0:
+            return 1 - max(-1.0, product / norms)
+        # 1 - cos without its cancellation at small angles: (|x|^2 |y|^2 - (x y)^2) is 4 (a b - c^2) here.
+        return max(0.0, 4 * (a * b - c * c) / (norms * (norms + product)))
 
     def update(self, step: int, sums: dict[str, Sequence[float]], micro_batches: int) -> bool:
         """Take one window's sums per module; False if the window was discarded."""
@@ -189,7 +192,7 @@ class AGVMOptimizer(torch.optim.Optimizer):
         """D^2 of this step for a slice of a parameter, before the step; None stands for 1.
 
         `state` holds the same slice of the parameter's optimizer state (empty before the first step), `g` the
-        gradient in the units the step will see, in fp64.
+        gradient in the units the step will see, in fp32.
         """
         raise NotImplementedError
 
@@ -201,16 +204,21 @@ class AGVMOptimizer(torch.optim.Optimizer):
         return "norms" if type(self).preconditioner is AGVMOptimizer.preconditioner else "squared"
 
     def sums(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor, d: Tensor | None) -> Tensor:
-        """The modulator's three sums over one slice, in fp64; d is the companion in the units of g (or of g^2)."""
+        """The modulator's three sums over one slice; d is the companion in the units of g (or of g^2)."""
         weight = None if type(self).preconditioner is AGVMOptimizer.preconditioner \
             else self.preconditioner(group, state, g)
-        weighted = g if weight is None else weight * g
-        first = torch.dot(weighted, g)
         if d is None:
-            return torch.stack([first, first * 0, first * 0])
+            # The norms of the micro-gradients come from elsewhere, and S - n is a small difference: fp64.
+            n = torch.dot(g.double(), g.double())
+            return torch.stack([n, n * 0, -n])
+        # sum() adds pairwise and stays exact to 1e-8 in fp32; dot() adds one after the other and is not.
+        weighted = g if weight is None else weight * g
+        first = (weighted * g).sum()
         if self.companion == "squared":
-            return torch.stack([first, torch.dot(weight, d), first * 0])
-        return torch.stack([first, torch.dot(d if weight is None else weight * d, d), torch.dot(weighted, d)])
+            gap = (weight * d.addcmul(g, g, value=-1)).sum()
+            return torch.stack([first, first + gap, gap])
+        second = (d * d if weight is None else weight.mul_(d).mul_(d)).sum()
+        return torch.stack([first, second, (weighted * d).sum()])
 
 
 def pieces(limit: int, *tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:

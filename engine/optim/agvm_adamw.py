@@ -54,7 +54,7 @@ class AGVMAdamW(AGVMOptimizer):
 
     def preconditioner(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor) -> Tensor:
         beta2 = group["betas"][1]
-        v = (1 - beta2) * g * g
+        v = torch.mul(g, g).mul_(1 - beta2)
         if "exp_avg_sq" in state:
-            v.add_(state["exp_avg_sq"].double(), alpha=beta2)
-        return 1 / (v + group["eps"])
+            v.add_(state["exp_avg_sq"], alpha=beta2)
+        return v.add_(group["eps"]).reciprocal_()

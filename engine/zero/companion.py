@@ -67,11 +67,10 @@ class Companion:
                 self._launch(weights)
             buffers = self._open(b)
             for block in self.plan.buckets[b].blocks[i]:
-                for buffer in buffers:
-                    target = block.write(buffer)
+                for lane, weight, buffer in zip(self.lanes, weights, buffers):
                     for k, flat in enumerate(flats):
-                        first = k == 0 and i not in self.came[b]
-                        target.copy_(block.read(flat)) if first else target.add_(block.read(flat))
+                        _place(block.read(flat), block.write(buffer), 1.0 if lane.squared else weight,
+                               first=k == 0 and i not in self.came[b])
             self.came[b][i] = self.came[b].get(i, 0) + 1
         while self.next < len(self.plan.buckets) and self._complete(self.next):
             self._launch(weights)
@@ -103,9 +102,8 @@ class Companion:
                 if i not in self.came[b]:
                     for block in blocks:
                         block.write(buffer).zero_()
-            if lane.squared:
-                buffer.square_()
-            buffer.mul_(weight)
+            if lane.squared:            # the square of the sum of its parts, so not before they are all here
+                buffer.square_().mul_(weight)
             works += self._reduce(bucket.segments, buffer, lane.outputs[slot] if self.scatter else None)
         self.flying[slot] = (b, works)
         self.next += 1
@@ -169,3 +167,13 @@ class Companion:
                     if low < high:
                         lane.partition[target + low - begin:target + high - begin].add_(
                             extra.partition[home + low - start:home + high - start])
+
+
+def _place(source: Tensor, target: Tensor, weight: float, *, first: bool) -> None:
+    """target = weight * source, or that much more of it."""
+    if not first:
+        target.add_(source, alpha=weight)
+    elif source.dtype == target.dtype:
+        torch.mul(source, weight, out=target)           # one pass over memory instead of two
+    else:
+        target.copy_(source).mul_(weight)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|^2 in fp64, slice by slice: torch would make an fp64 copy of the whole."""
-    limit = 1 << 13 if x.device.type == "cpu" else 1 << 22
+    limit = 1 << 14 if x.device.type == "cpu" else 1 << 22
     # In the order of memory (a linear layer's gradient comes transposed), so that flattening makes no copy either.
     flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
-    return torch.stack([part.double().square().sum() for part in flat.split(limit)]).sum()
+    slices = (part.double() for part in flat.split(limit))
+    return torch.stack([torch.dot(part, part) for part in slices]).sum()
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Layout:
         """This rank's own gradient of the micro-steps so far (only if `keeps_local`)."""
         return self.params[i].grad
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether `factors` depends on |g|."""
+        return self.wrapper.clip_grad > 0
+
     def factors(self, norm: float) -> tuple[float, float]:
         """What g and the companion are multiplied by to reach the units of the optimizer step; `norm` is |g|."""
         scale, clip = self.loss_scale(), self.wrapper.clip_grad
@@ -93,6 +99,7 @@ class Replicated(Layout):
     """Stage 0: every rank holds everything, and each takes 1/N of every parameter for the sums."""
 
     keeps_local = True
+    needs_norm = False
 
     def __init__(self, engine: Any) -> None:
         groups = [[p for p in group["params"] if p.requires_grad and p.numel()]
@@ -127,6 +134,8 @@ class Replicated(Layout):
 
 class ReplicatedMasters(Replicated):
     """Stage 0 in bf16: FP16_UnfusedOptimizer, fp32 masters one by one beside the bf16 parameters."""
+
+    needs_norm = Layout.needs_norm
 
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer

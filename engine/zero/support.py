@@ -22,7 +22,6 @@ def refuse_unsupported(engine: Any) -> None:
         "pipeline parallelism": engine.pipeline_parallelism,
         "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
         "tensor or model parallelism": engine.mpu is not None or engine.autotp_size() > 1,
-        "MiCS (mics_shard_size)": getattr(zero, "mics_shard_size", -1) > 0,
         "hpZ (zero_hpz_partition_size)": zero.zero_hpz_partition_size > 1,
         "quantized gradients (zero_quantized_gradients)": zero.zero_quantized_gradients,
         "DeepCompile": engine.is_deepcompile_enabled(),

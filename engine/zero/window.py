@@ -8,6 +8,7 @@ iteration, at every stage), `engine.allreduce_gradients` (the end of each backwa
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, Callable, Iterator
 
 import torch
@@ -95,7 +96,7 @@ class Attachment:
         """Reduce, sum over this rank's partition, all-reduce three numbers per module, move mu."""
         layout, capture, modulator = self.layout, self.capture, self.client.modulator
         square = torch.zeros((), dtype=torch.float64, device=capture.device)
-        for fragment in layout.fragments:
+        for fragment in layout.fragments if layout.needs_norm else ():
             g = layout.gradient(fragment)
             if g is not None:
                 square += squared_norm(g).to(capture.device)
@@ -119,14 +120,13 @@ class Attachment:
         for fragment, low, high, g, d in self._slices(fired, self.capture.lane):
             group = self.client.param_groups[self.layout.group[fragment.param]]
             # On the device of g: with an offloaded optimizer, g and the state are on the CPU.
-            d = None if d is None else d.to(g.device).double() * companion_scale
-            part = self.client.sums(group, self._state(fragment, low, high), g.double() * scale, d)
+            d = None if d is None else _scaled(d.to(g.device), companion_scale)
+            part = self.client.sums(group, self._state(fragment, low, high), _scaled(g, scale), d)
             sums[self.modules.index(group["module"])] += part.to(sums.device)
         if self.capture.norms is not None:
             for i, square in enumerate(self.capture.norms.tolist()):
                 module = self.client.param_groups[self.layout.group[i]]["module"]
-                sums[self.modules.index(module), 1] += \
-                    square * companion_scale * self.capture.K / self.layout.world
+                sums[self.modules.index(module), 1:] += square * companion_scale * self.capture.K / self.layout.world
         return self.capture.all_reduce(sums).cpu()
 
     def _slices(self, fired: list[bool], lane: Lane | None) -> Iterator[tuple[Fragment, int, int, Tensor, Any]]:
@@ -134,7 +134,8 @@ class Attachment:
 
         ZeRO-3 (and an offloaded ZeRO-1/2) keeps the previous step's gradient of a parameter that got none.
         """
-        # Small beside the two buckets, which are free again by now: the sums take about ten fp64 temporaries.
+        # Small beside the two buckets, which are free again by now; and short: sums are fp32 within a slice, fp64 over
+        # slices.
         largest = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
         limit = max(1024, min(self.capture.bucket_size // 16, largest))
         for k, start, stop, home in self.capture.plan.spans:
@@ -182,7 +183,9 @@ class Attachment:
 
     def _load_checkpoint(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         path, client_state = original(*args, **kwargs)
-        if path is None or kwargs.get("load_module_only") or not kwargs.get("load_optimizer_states", True):
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        if path is None or given.arguments["load_module_only"] or not given.arguments["load_optimizer_states"]:
             return path, client_state
         # DeepSpeed 0.19.8's universal ZeRO-3 load gives every param group the keys of group 0.
         schedule = self.client.param_groups[0]["lr"] / (self.groups[0]["lr"] or 1.0)
@@ -193,3 +196,7 @@ class Attachment:
         if client_state and CLIENT_STATE_KEY in client_state:
             self.client.load_agvm_state_dict(client_state[CLIENT_STATE_KEY])
         return path, client_state
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x.float() if factor == 1.0 else x.float() * factor

@@ -34,6 +34,63 @@ def test_unsupported_features_are_refused_by_name(ranks):
         assert error is not None and words in error, (words, error)
 
 
+# Features that need GPUs, NVMe or other models to switch on: the engine says it has one, and attach has to refuse it.
+CLAIMED = {
+    "mixture of experts": ("engine", "has_moe_layers", True),
+    "pipeline parallelism": ("engine", "pipeline_parallelism", True),
+    "sequence parallelism": ("engine", "sequence_parallel_size", 2),
+    "tensor or model parallelism": ("engine", "mpu", object()),
+    "hpZ": ("zero", "zero_hpz_partition_size", 2),
+    "quantized gradients": ("zero", "zero_quantized_gradients", True),
+    "ZenFlow": ("call", "zenflow_config", object()),
+    "SuperOffload": ("offload", "super_offload", True),
+    "optimizer offload to NVMe": ("device", "nvme", None),
+    "partial optimizer offload": ("offload", "zero_partial_offload", 0.5),
+    "gradient_allreduce_op sum": ("engine", "gradient_average", False),
+}
+
+
+def claimed_features():
+    from types import SimpleNamespace
+
+    torch.manual_seed(1)
+    engine, optimizer = build(Case(2, 2), Tiny(), attach=False)
+    support.refuse_unsupported(engine)                       # as it is, it is supported
+    errors = {}
+    for feature, (where, name, value) in CLAIMED.items():
+
+        class Claims:
+            """The engine with one more feature."""
+
+            def __getattr__(self, attribute):
+                return getattr(engine, attribute)
+
+        claims, zero = Claims(), engine._config.zero_config.model_copy()
+        claims._config = SimpleNamespace(zero_config=zero)
+        if where == "engine":
+            setattr(claims, name, value)
+        elif where == "zero":
+            setattr(zero, name, value)
+        else:
+            if where != "call":
+                device = name if where == "device" else "cpu"
+                object.__setattr__(zero, "offload_optimizer", SimpleNamespace(device=device))
+            if where != "device":
+                setattr(claims, name, lambda value=value: value)
+        try:
+            support.refuse_unsupported(claims)
+            errors[feature] = "accepted"
+        except ValueError as error:
+            errors[feature] = str(error)
+    close(engine, optimizer)
+    return errors
+
+
+def test_every_feature_that_bends_gradients_is_refused(ranks):
+    for feature, error in ranks.run(claimed_features, 1)[0].items():
+        assert error.startswith(f"AGVM does not support {feature}"), (feature, error)
+
+
 def wrong_attachments():
     torch.manual_seed(1)
     errors = []

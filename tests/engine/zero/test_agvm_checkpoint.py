@@ -64,7 +64,11 @@ def warm_start():
     close(engine, optimizer)
     engine, optimizer = build(case, Tiny())
     engine.load_checkpoint(box[0], load_module_only=True)
-    fresh = optimizer.mu
+    fresh = [optimizer.mu]
+    engine.load_checkpoint(box[0], "tag", True, False)              # the same by position: no optimizer states
+    fresh.append(optimizer.mu)
+    engine.load_checkpoint(box[0], "tag", True, True)
+    fresh.append(optimizer.mu)
     close(engine, optimizer)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -73,5 +77,6 @@ def warm_start():
 
 
 def test_loading_weights_only_leaves_mu_at_one(ranks):
-    moved, fresh = ranks.run(warm_start, 2)[0]
-    assert set(moved.values()) != {1.0} and set(fresh.values()) == {1.0}
+    moved, (module_only, by_position, everything) = ranks.run(warm_start, 2)[0]
+    assert set(moved.values()) != {1.0} and everything == moved
+    assert set(module_only.values()) == set(by_position.values()) == {1.0}

@@ -10,7 +10,7 @@ from agvm_harness import Case, build, close
 CONFIGS = {"faster": "faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", "mask": "mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py"}
 
 
-def detector(kind):
+def detector(kind, small=True):
     import models  # noqa: F401  (CPU kernels of mmcv's ops)
     from mmdet.registry import MODELS
     from mmdet.utils import register_all_modules
@@ -18,7 +18,11 @@ def detector(kind):
 
     register_all_modules()
     model = get_config(f"mmdet::{CONFIGS[kind]}").model
-    model.backbone.update(depth=18, init_cfg=None, frozen_stages=1)
+    model.backbone.init_cfg = None
+    torch.manual_seed(0)
+    if not small:
+        return MODELS.build(model).train()
+    model.backbone.update(depth=18, frozen_stages=1)
     model.neck.update(in_channels=[64, 128, 256, 512], out_channels=32)
     model.rpn_head.update(in_channels=32, feat_channels=32)
     model.roi_head.bbox_roi_extractor.out_channels = 32
@@ -26,7 +30,6 @@ def detector(kind):
     if kind == "mask":
         model.roi_head.mask_roi_extractor.out_channels = 32
         model.roi_head.mask_head.update(in_channels=32, conv_out_channels=32, num_classes=3)
-    torch.manual_seed(0)
     return MODELS.build(model).train()
 
 
@@ -74,14 +77,15 @@ def brute_force(model, modules, total, rule):
     return phi
 
 
-def measure(kind, stage, accumulation, rule):
+def measure(kind, stage, accumulation, rule, small=True):
     from engine.optim import detector_modules
 
-    model = detector(kind)
+    model = detector(kind, small)
     plain = copy.deepcopy(model)
     modules = detector_modules(model)
-    case = Case(stage, accumulation, rule=rule, bucket_size=100_000, agvm={"tau": 1},
-                zero={"reduce_bucket_size": 500_000})
+    bucket = 100_000 if small else 4_000_000
+    case = Case(stage, accumulation, rule=rule, bucket_size=bucket, agvm={"tau": 1},
+                zero={"reduce_bucket_size": 5 * bucket})
     engine, optimizer = build(case, model, modules=modules)
     world = dist.get_world_size()
     for k in range(accumulation):
@@ -98,6 +102,7 @@ def measure_all(cases):
 
 @pytest.mark.parametrize("world, cases", [
     (2, [("faster", 2, 1, "sgd"), ("mask", 3, 1, "adamw"), ("mask", 0, 2, "sgd"), ("faster", 1, 2, "adamw")]),
+    (2, [("faster", 2, 1, "sgd", False), ("mask", 3, 1, "adamw", False)]),        # mmdet's R50 models as they are
     (3, [("mask", 2, 1, "sgd")])])
 def test_phi_on_faster_and_mask_rcnn_is_that_of_two_backward_passes(ranks, world, cases):
     for case, (phi, expected) in zip(cases, ranks.run(measure_all, world, cases)[0]):
