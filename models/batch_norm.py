@@ -119,15 +119,18 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
     The class is changed, not the object, so that parameters keep their names and owners their references.
     """
     replacements = {nn.BatchNorm1d: Fp32BatchNorm, nn.BatchNorm2d: Fp32BatchNorm, nn.BatchNorm3d: Fp32BatchNorm,
-                    nn.SyncBatchNorm: Fp32BatchNorm, _timm_batch_norm_act(): Fp32BatchNormAct}
+                    nn.SyncBatchNorm: Fp32BatchNorm, _timm_batch_norm_act(): Fp32BatchNormAct,
+                    Fp32BatchNorm: Fp32BatchNorm, Fp32BatchNormAct: Fp32BatchNormAct}
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
              and not isinstance(m, nn.modules.instancenorm._InstanceNorm)]
     for module in norms:
         if type(module) not in replacements:
             raise ValueError(f"{type(module).__name__} is a batch norm of its own kind, which can be neither "
                              "synchronised over ranks nor kept in fp32: use plain BatchNorm layers")
+        already = isinstance(module, Fp32BatchNorm) and module.synchronise     # a layer asked for it by itself
         module.__class__ = replacements[type(module)]
-        module.synchronise, module.process_group = synchronise, process_group
+        if not already:
+            module.synchronise, module.process_group = synchronise, process_group
         module.keep_statistics_fp32()
     return len(norms)
 

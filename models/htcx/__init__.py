@@ -1,0 +1,1 @@
+"""HTC-X: the parts of the detector that mmdet does not have."""

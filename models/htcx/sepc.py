@@ -1,0 +1,71 @@
+"""SEPC, the scale-equalising pyramid convolution: one 3D-like kernel that slides over the levels too."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.htcx.deformable import DeformableConv
+
+
+class PyramidConv(nn.Module):
+    """y[l] = w1 * x[l] + w2 * (stride 2) x[l-1] + up(w0 * x[l+1]), then ReLU(BN(y)) with one BN for all levels.
+
+    Weights are shared across levels. What makes up the finest level is a plain convolution; in those above, of larger
+    blur, offsets let the kernel keep its scale. The statistics of BN are those of the pixels of all levels together,
+    as shared weights want shared statistics, and coarse levels have few pixels. No biases, as BN follows.
+    """
+
+    def __init__(self, channels: int, *, offset_groups: int = 1, align_corners: bool = True) -> None:
+        super().__init__()
+        self.align_corners = align_corners
+        self.from_coarser = DeformableConv(channels, channels, offset_groups=offset_groups)  # w0
+        self.same = DeformableConv(channels, channels, offset_groups=offset_groups)  # w1
+        self.from_finer = DeformableConv(channels, channels, stride=2, offset_groups=offset_groups)  # w2
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        outs = []
+        for level, x in enumerate(maps):
+            deform = level > 0
+            y = self.same(x, deform=deform)
+            if level > 0:
+                y = y + self._fit(self.from_finer(maps[level - 1], deform=deform), x)
+            if level + 1 < len(maps):
+                y = y + self._fit(self.from_coarser(maps[level + 1], deform=deform), x)
+            outs.append(y)
+        return [F.relu(y) for y in integrated_norm(self.norm, outs)]
+
+    def _fit(self, y: Tensor, like: Tensor) -> Tensor:
+        """Enlarges the coarser level; the stride already fits the finer one, unless a backbone rounds sizes down."""
+        if y.shape[2:] == like.shape[2:]:
+            return y
+        return F.interpolate(y, size=like.shape[2:], mode="bilinear", align_corners=self.align_corners)
+
+
+class SEPC(nn.Module):
+    """`depth` pyramid convolutions in a row. Its convolutions for one-stage heads are left out.
+
+    `align_corners` is that of the published source for the enlarging; `offset_groups=1` too.
+    """
+
+    def __init__(self, channels: int, depth: int = 4, *, offset_groups: int = 1, align_corners: bool = True) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            PyramidConv(channels, offset_groups=offset_groups, align_corners=align_corners) for _ in range(depth))
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        maps = list(maps)
+        for conv in self.convs:
+            maps = conv(maps)
+        return maps
+
+
+def integrated_norm(norm: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
+    """`norm` of all pixels of all levels at once: (N, C, sum of HW, 1)."""
+    pixels = norm(torch.cat([m.flatten(2) for m in maps], 2).unsqueeze(3)).squeeze(3)
+    parts = pixels.split([m.shape[2] * m.shape[3] for m in maps], 2)
+    return [part.unflatten(2, m.shape[2:]) for part, m in zip(parts, maps)]

@@ -1,0 +1,8 @@
+"""Importing this registers everything of ours with mmdet and timm. mmdet's own modules come first."""
+
+import models.htcx.box_head
+import models.htcx.pyramid
+import models.htcx.roi_head
+import models.timm_backbone
+import models.uninet.backbone
+import models.uninet.classifier  # noqa: F401
