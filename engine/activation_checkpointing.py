@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Iterator, Sequence
+from typing import Any, Sequence
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from engine.blocks import block_name
 from engine.config.errors import ConfigError, nearest
+from models.recompute import recomputed
 
 
 def checkpoint_blocks(model: nn.Module, prefixes: Sequence[str]) -> int:
@@ -33,22 +31,6 @@ class _Recomputed:
         self.block, self.plain = block, block.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self.block.training):
+        if not self.block.training:
             return self.plain(*args, **kwargs)
-        return checkpoint(self.plain, *args, use_reentrant=False, preserve_rng_state=True,
-                          context_fn=lambda: (contextlib.nullcontext(), _frozen_statistics(self.block)), **kwargs)
-
-
-@contextlib.contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """The second pass must not count a batch twice in the running statistics."""
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
-    saved = [(m.momentum, m.num_batches_tracked) for m in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = norm.num_batches_tracked.clone()
-    try:
-        yield
-    finally:
-        for norm, (momentum, counted) in zip(norms, saved):
-            norm.momentum, norm.num_batches_tracked = momentum, counted
+        return recomputed(self.block, *args, call=self.plain, **kwargs)

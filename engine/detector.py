@@ -105,7 +105,7 @@ def build_detector(config: DetectorConfig, classes: Classes, task: str) -> nn.Mo
             raise ConfigError(f"{name} has {count} classes but the data has {len(classes.things)}: "
                               "remove num_classes from detector.options")
     for prefix in config.frozen:
-        _freeze(model, prefix)
+        freeze(model, prefix)
     return model
 
 
@@ -126,7 +126,7 @@ def check_task(model: nn.Module, name: str, task: str) -> None:
         raise ConfigError(f'data.task is "panoptic" but detector "{name}" has no panoptic head')
 
 
-def _freeze(model: nn.Module, prefix: str) -> None:
+def freeze(model: nn.Module, prefix: str) -> None:
     frozen = [p for name, p in model.named_parameters() if name == prefix or name.startswith(prefix.rstrip(".") + ".")]
     if not frozen:
         children = [name for name, _ in model.named_modules() if name]

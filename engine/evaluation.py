@@ -1,10 +1,10 @@
-"""Predict on a data set over all ranks, score with COCO metrics on rank 0, and tell every rank."""
+"""Predict on a data set over all ranks, and score detectors with COCO metrics."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ _SUFFIXES = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")  # mmdet's na
 
 @torch.no_grad()
 def predict(model: nn.Module, preprocess: Preprocessor, precision: Precision, dataset: Any, *, batch: int,
-            workers: int, with_masks: bool, live: bool) -> list[dict[str, Any]]:
-    """This rank's share of the predictions: per image its id and lists of boxes (xyxy), scores, labels and RLEs."""
+            workers: int, as_numbers: Callable[[Any], dict[str, Any]], live: bool) -> list[dict[str, Any]]:
+    """This rank's share of the predictions: what `as_numbers` makes of the model's output for each image."""
     loader = evaluation_loader(dataset, rank=distributed.rank(), world=distributed.world_size(), batch=batch,
                                workers=workers)
     line = LiveLine(total=len(loader), label="evaluate", interval=max(1, len(loader) // 5),
@@ -37,14 +37,15 @@ def predict(model: nn.Module, preprocess: Preprocessor, precision: Precision, da
         with precision.autocast(device):
             outputs = model.predict(images, samples)
         for sample in outputs:
-            predictions.append(_as_numbers(sample, with_masks=with_masks))
+            predictions.append(as_numbers(sample))
         line.update()
     line.close()
     model.train(was_training)
     return predictions
 
 
-def _as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
+def objects_as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
+    """An image's id and its objects: boxes (xyxy), scores, labels and RLEs."""
     found = sample.pred_instances
     result = dict(image_id=sample.img_id, boxes=found.bboxes.float().cpu().numpy(),
                   scores=found.scores.float().cpu().numpy(), labels=found.labels.cpu().numpy())

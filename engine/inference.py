@@ -1,30 +1,27 @@
-"""A trained detector from its file: score it on a data set, or run it on images."""
+"""A trained model from its file: score it on a data set, or run it on images."""
 
 from __future__ import annotations
 
 import glob
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Sequence
 
-import numpy as np
 from torch import nn
 
 from engine import distributed
 from engine.config import RunConfig, load_config
 from engine.config.errors import ConfigError
 from engine.config.load import apply_override, parse_config
-from engine.data.build import split_files
-from engine.data.coco import Classes, DataError, build_dataset, check_same_classes, read_annotations, read_classes
-from engine.evaluation import coco_results, gather_predictions, predict
+from engine.data.build import Split
+from engine.data.classification import IMAGE_SUFFIXES
+from engine.data.coco import Classes, DataError
+from engine.evaluation import gather_predictions, predict
 from engine.forward import Precision, Preprocessor
-from engine.monitoring.pictures import draw_objects, read_image, save_image
-from engine.monitoring.records import write_json
-from engine.report import SCORE_SHOWN, draw_predictions, shown_objects, write_scores
+from engine.report import SCORE_SHOWN
+from engine.task import Task, task_of
 from engine.weights import WeightsError, load_weights, read_file
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +29,13 @@ class Loaded:
     model: nn.Module
     preprocess: Preprocessor
     config: RunConfig
+    task: Task
     classes: Classes
     precision: Precision = Precision()
 
 
 def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[str]) -> Loaded:
-    """The detector of a weight file. One of ours carries its config; any other needs `--deepspeed_config`."""
-    from engine.detector import build_detector
-
+    """The model of a weight file. One of ours carries its config; any other needs `--deepspeed_config`."""
     _, meta = read_file(checkpoint)
     if config_name is not None:
         config = load_config(config_name, overrides)
@@ -50,44 +46,63 @@ def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[
         config = parse_config(data)
     else:
         raise ConfigError(f"weight file {checkpoint} does not say how its detector is built: give --deepspeed_config")
+    task = task_of(config)
     known = meta.get("dataset_meta") if isinstance(meta.get("dataset_meta"), dict) else {}
     if known.get("classes"):
         names = tuple(known["classes"])
         classes = Classes(names, (), tuple(known.get("category_ids", range(1, len(names) + 1))))
     else:
-        content = read_annotations(split_files(config.data)["val"].annotations)
-        classes = read_classes(content, panoptic=config.data.task == "panoptic")
-    model = build_detector(config.detector, classes, config.data.task)
+        classes = task.read_classes()
+    model = task.build_model(classes)
     report = load_weights(model, checkpoint, drop_mismatched=False)
     if report.missing:
         raise WeightsError(f"{report}: it is not a checkpoint of this detector")
     device = distributed.device()
     model = model.to(device).eval()
-    return Loaded(model=model, preprocess=Preprocessor(model, device, Precision()), config=config, classes=classes)
+    return Loaded(model=model, preprocess=Preprocessor(model, device, Precision()), config=config, task=task,
+                  classes=classes)
 
 
-def evaluate(loaded: Loaded, split: str, out: Path) -> dict[str, float]:
-    """Score a split of the config's data on all ranks; `eval.json`, results and a picture go to `out`."""
-    config, masks = loaded.config, loaded.config.data.task == "instance"
+def evaluate(loaded: Loaded, split_name: str, out: Path, *, tta: Sequence[str] | None = None) -> dict[str, float]:
+    """Score a split of the config's data on all ranks; `eval.json`, results and a picture go to `out`.
+
+    `tta` are scales of test-time augmentation ([]: the config's own), each as it is and mirrored.
+    """
     with distributed.together():
-        files = split_files(config.data)[split]
-        content = read_annotations(files.annotations)
-        check_same_classes(loaded.classes, read_classes(content, panoptic=False), files.annotations)
-        dataset = build_dataset(config.data, files, loaded.classes, training=False, content=content)
-        mine = predict(loaded.model, loaded.preprocess, loaded.precision, dataset, batch=config.run.eval_batch_size,
-                       workers=config.data.workers, with_masks=masks, live=True)
+        split = loaded.task.build_split(split_name, loaded.classes)
+        if tta is not None:
+            loaded = with_views(loaded, split, tta)
+        task = loaded.task
+        mine = predict_images(loaded, split.dataset, workers=loaded.config.data.workers)
     metrics: dict[str, float] = {}
     with distributed.together():
-        predictions = gather_predictions(mine, len(dataset))
+        predictions = gather_predictions(mine, len(split.dataset))
         if predictions is not None:
-            _make_folder(out)
-            metrics = write_scores(out, predictions, content, loaded.classes, masks=masks,
-                                   backend=config.run.eval_backend, table=True)
-            if config.run.draw:
-                draw_predictions(out / "predictions.png", predictions, content, Path(files.images), loaded.classes,
-                                 count=config.run.draw)
+            make_folder(out)
+            metrics = task.write_scores(out, predictions, split, loaded.classes, table=True)
+            if loaded.config.run.draw:
+                task.draw_predictions(out / "predictions.png", predictions, split, loaded.classes)
             print(f"written to {out}: eval.json, results, predictions.png", flush=True)
     return distributed.broadcast_object(metrics)
+
+
+def with_views(loaded: Loaded, split: Split, texts: Sequence[str]) -> Loaded:
+    """The detector that sees every image of the split in several views; it finds boxes only."""
+    from engine.test_time import MergedViews, ViewPreprocessor, parse_scales, show_views
+
+    data = loaded.config.data
+    if data.task not in ("detection", "instance"):
+        raise ConfigError(f'--tta merges boxes, but data.task is "{data.task}"')
+    show_views(split, parse_scales(texts, data.scale))
+    config = loaded.config.model_copy(update={"data": data.model_copy(update={"task": "detection"})})
+    return replace(loaded, model=MergedViews(loaded.model, config), task=task_of(config),
+                   preprocess=ViewPreprocessor(loaded.preprocess))
+
+
+def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[dict[str, Any]]:
+    """This rank's share of the predictions."""
+    return predict(loaded.model, loaded.preprocess, loaded.precision, dataset, batch=loaded.config.run.eval_batch_size,
+                   workers=workers, as_numbers=loaded.task.as_numbers, live=True)
 
 
 def find_images(source: str) -> list[Path]:
@@ -117,55 +132,14 @@ def drawn_paths(paths: Sequence[Path], out: Path) -> list[Path]:
     return drawn
 
 
-class _Images:
-    """Images in the form of a test data set, so that prediction is the same code as in evaluation."""
-
-    def __init__(self, paths: Sequence[Path], pipeline: Any) -> None:
-        self.paths, self.pipeline = paths, pipeline
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def get_data_info(self, index: int) -> dict[str, Any]:
-        return dict(img_path=str(self.paths[index]), img_id=index + 1)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.pipeline(self.get_data_info(index))
-
-
 def infer(loaded: Loaded, source: str, out: Path, *, threshold: float = SCORE_SHOWN) -> None:
-    """Draw the objects found on every image and write them as a COCO results file, with file names."""
-    from mmengine.dataset import Compose
-
-    from engine.data.coco import test_pipeline
-
-    masks = loaded.config.data.task == "instance"
+    """Run the model on images and write what it finds to `out`."""
     with distributed.together():
         paths = find_images(source)
-        drawn_to = drawn_paths(paths, out)
-        images = _Images(paths, Compose(test_pipeline(loaded.config.data)))
-        mine = predict(loaded.model, loaded.preprocess, loaded.precision, images,
-                       batch=loaded.config.run.eval_batch_size, workers=0, with_masks=masks, live=True)
-        _make_folder(out)
-        for prediction in mine:
-            place = prediction["image_id"] - 1
-            drawn = draw_objects(read_image(paths[place]), shown_objects(prediction, threshold), loaded.classes.things)
-            save_image(drawn_to[place], drawn)
-    with distributed.together():
-        predictions = gather_predictions(mine, len(paths))
-        if predictions is not None:
-            entries = coco_results(predictions, loaded.classes.category_ids, masks=masks)
-            boxes = coco_results(predictions, loaded.classes.category_ids, masks=False)
-            for entry, box in zip(entries, boxes):
-                entry.update(bbox=box["bbox"], file_name=paths[entry["image_id"] - 1].name,
-                             category=loaded.classes.things[loaded.classes.category_ids.index(entry["category_id"])])
-            write_json(out / "results.json", entries)
-            shown = int(np.sum([(p["scores"] >= threshold).sum() for p in predictions]))
-            print(f"{shown} objects with a score of at least {threshold:g} on {len(paths)} images; "
-                  f"drawn images and results.json in {out}", flush=True)
+    loaded.task.infer(loaded, paths, out, threshold=threshold)
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -31,4 +31,4 @@ def import_mmdet() -> None:
         from mmdet.utils import register_all_modules
 
         register_all_modules(init_default_scope=True)
-        import models.timm_backbone  # noqa: F401
+        import models.registry  # noqa: F401

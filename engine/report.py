@@ -22,24 +22,21 @@ SCORE_SHOWN = 0.3
 def evaluate_and_report(run: "Run", model: nn.Module, step: int, *, last: bool) -> dict[str, float]:
     """Score the validation split, record it, and after the last step write results and pictures."""
     config = run.config
-    masks = config.data.task == "instance"
     with distributed.together():
         mine = predict(model, run.preprocess, run.precision, run.val.dataset, batch=config.run.eval_batch_size,
-                       workers=config.data.workers, with_masks=masks, live=True)
+                       workers=config.data.workers, as_numbers=run.task.as_numbers, live=True)
     metrics: dict[str, float] = {}
     with distributed.together():
         predictions = gather_predictions(mine, len(run.val.dataset))
         if predictions is not None:
-            metrics = write_scores(run.work_dir, predictions, run.val.content, run.classes, masks=masks,
-                                   backend=config.run.eval_backend, table=last)
+            metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last)
             records = RecordFile(run.work_dir / "evaluations.jsonl")
             records.write({"step": step, **metrics})
             records.close()
             if run.engine.monitor.enabled:
                 run.engine.monitor.write_events([(f"val/{name}", value, step) for name, value in metrics.items()])
             if last and config.run.draw:
-                draw_predictions(run.work_dir / "predictions.png", predictions, run.val.content,
-                                 Path(run.val.files.images), run.classes, count=config.run.draw)
+                run.task.draw_predictions(run.work_dir / "predictions.png", predictions, run.val, run.classes)
     return distributed.broadcast_object(metrics)
 
 

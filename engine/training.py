@@ -14,12 +14,12 @@ from torch import nn
 from engine import distributed
 from engine.activation_checkpointing import checkpoint_blocks
 from engine.config import BatchPlan, ConfigError, RunConfig, UserError, solve_batch
-from engine.data.build import Split, build_data
+from engine.data.build import Split
 from engine.data.coco import Classes, DataError, landscape_flags
 from engine.data.loader import training_loader
 from engine.data.mmdet_coco import Unreadable
 from engine.data.order import GlobalBatches, RankMicroBatches
-from engine.detector import build_detector, build_preprocessor, describe, loss_in_fp32
+from engine.detector import describe, loss_in_fp32
 from engine.forward import Precision, Preprocessor, TrainingForward
 from engine.monitoring.live import LiveLine, memory_gb, step_text
 from engine.monitoring.records import RecordFile, write_json
@@ -27,6 +27,7 @@ from engine.optim.build import build_optimizer, set_learning_rate
 from engine.optim.schedule import Schedule, build_schedule
 from engine.randomness import BUILD, FORWARD, seed_all
 from engine.report import evaluate_and_report, finish_report
+from engine.task import Task, task_of
 from engine.weights import load_weights, save_weights
 from engine.zero.partitioned_build import initialise, partitioned
 from engine.zero.scalars import give_dimensions
@@ -38,6 +39,7 @@ class Run:
     """Everything a run is made of, built once."""
 
     config: RunConfig
+    task: Task
     plan: BatchPlan
     classes: Classes
     train: Split
@@ -96,8 +98,9 @@ def build_run(config: RunConfig) -> Run:
         say(f"config  {work_dir / 'config.json'}")
         for key, value in config.to_json().items():
             say(f"  {key}: {value}")
+    task = task_of(config)
     with distributed.together():
-        train, val, classes = build_data(config.data)
+        train, val, classes = task.build_data()
     with distributed.together():
         model = build_model(config, classes)
         batches = GlobalBatches(size=len(train.dataset), batch=plan.total, seed=config.run.seed,
@@ -128,9 +131,9 @@ def build_run(config: RunConfig) -> Run:
     say(f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
         f"{schedule.steps} steps, {batches.steps_per_epoch} an epoch, {schedule.warmup_steps} of warm-up; "
         f"ZeRO-{config.deepspeed.get('zero_optimization', {}).get('stage', 0)}, {str(precision.dtype)[6:]}")
-    return Run(config=config, plan=plan, classes=classes, train=train, val=val, schedule=schedule, batches=batches,
-               engine=model_engine, optimizer=optimizer, forward=forward, preprocess=preprocess, precision=precision,
-               work_dir=work_dir)
+    return Run(config=config, task=task, plan=plan, classes=classes, train=train, val=val, schedule=schedule,
+               batches=batches, engine=model_engine, optimizer=optimizer, forward=forward, preprocess=preprocess,
+               precision=precision, work_dir=work_dir)
 
 
 def check_deepspeed(settings: dict[str, Any]) -> None:
@@ -158,14 +161,14 @@ def _check_supported(config: RunConfig) -> None:
 
 
 def build_model(config: RunConfig, classes: Classes) -> nn.Module:
-    """The detector with its weights: initialised from the seed, then loaded from a file if one is named."""
+    """The model with its weights: initialised from the seed, then loaded from a file if one is named."""
     from models.batch_norm import convert_batch_norm
 
-    detector = config.detector
+    task, detector = task_of(config), config.detector
     seed_all(config.run.seed, BUILD)
     with partitioned(dict(config.deepspeed)) if detector.zero_init else contextlib.nullcontext():
-        model = build_detector(detector, classes, config.data.task)
-    model.data_preprocessor = build_preprocessor(detector, classes)  # outside zero.Init, which would round its means
+        model = task.build_model(classes)
+    model.data_preprocessor = task.build_preprocessor(classes)  # outside zero.Init, which would round its means
     seed_all(config.run.seed, BUILD, 1)  # zero.Init draws numbers of its own while building
     initialise(model)
     if detector.load_from:

@@ -72,12 +72,13 @@ def _as_named_here(tensors: dict[str, torch.Tensor], model_names: set[str]) -> d
     """The file's tensors under the names of the model: as they are, or below the backbone (mmdet's or timm's).
 
     timm's feature extractors rename: a part of a sequence moves up (`stages.0.` is `stages_0.`), and some models are
-    wrapped once more (`model.`).
+    wrapped once more (`model.`). A classifier of ours has timm's names below `backbone.` already.
     """
-    flat = {re.sub(r"^(\w+)\.(\d+)\.", r"\1_\2.", name): value for name, value in tensors.items()}
+    bare = {name.removeprefix("backbone."): value for name, value in tensors.items()}
+    flat = {re.sub(r"^(\w+)\.(\d+)\.", r"\1_\2.", name): value for name, value in bare.items()}
     candidates = [{prefix + name: value for name, value in named.items()}
-                  for prefix, named in (("", tensors), ("backbone.", tensors), ("backbone.body.", tensors),
-                                        ("backbone.body.", flat), ("backbone.body.model.", tensors))]
+                  for prefix, named in (("", tensors), ("backbone.", tensors), ("backbone.body.", bare),
+                                        ("backbone.body.", flat), ("backbone.body.model.", bare))]
     return max(candidates, key=lambda named: len(named.keys() & model_names))  # the first of equals
 
 

@@ -1,9 +1,10 @@
-"""Score a checkpoint on a data set with COCO metrics, on any number of ranks.
+"""Score a checkpoint on a data set, a detector with COCO metrics and a classifier by accuracy, on any number of ranks.
 
   python launch/evaluate.py work_dirs/RUN/checkpoints/step-000384.pth
   deepspeed --num_accelerators 2 launch/evaluate.py FILE --split train
   python launch/evaluate.py detector.pth --deepspeed_config ds_configs/bccd_retinanet_r18.json \\
       --set data.val.annotations=test.json
+  python launch/evaluate.py FILE --tta 1600x1200 1600x1000
 """
 
 from launch.command import add_config_arguments, parser, run_command
@@ -15,6 +16,8 @@ def main() -> None:
     add_config_arguments(arguments, required=False)
     arguments.add_argument("--split", choices=("val", "train"), default="val", help="which split to score (default val)")
     arguments.add_argument("--out", metavar="DIR", help="where eval.json and results go (default: eval/ beside the checkpoint)")
+    arguments.add_argument("--tta", nargs="*", metavar="SCALE", help="test-time augmentation: every image mirrored too, at "
+                           "these scales, e.g. --tta 1600x1200 1600x1000 (default: data.scale); boxes only")
     options = arguments.parse_args()
     run_command(lambda: _evaluate(options))
 
@@ -29,7 +32,7 @@ def _evaluate(options) -> None:
 
     with distributed.together():
         loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set)
-    evaluate(loaded, options.split, Path(options.out or Path(options.checkpoint).parent / "eval"))
+    evaluate(loaded, options.split, Path(options.out or Path(options.checkpoint).parent / "eval"), tta=options.tta)
 
 
 if __name__ == "__main__":

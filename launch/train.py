@@ -1,4 +1,4 @@
-"""Train a detector under DeepSpeed from one JSON.
+"""Train a detector or a classifier under DeepSpeed from one JSON.
 
   deepspeed launch/train.py --deepspeed_config ds_configs/quickstart.json
   deepspeed --num_accelerators 2 launch/train.py --deepspeed_config quickstart

@@ -50,9 +50,9 @@ def _default(value: Any) -> str:
 
 def page() -> str:
     sections = [("detector", schema.DetectorConfig), ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
-                ("data.shapes", schema.ShapesConfig), ("optimizer", schema.OptimizerConfig),
-                ("optimizer.paramwise", schema.ParamwiseConfig), ("schedule", schema.ScheduleConfig),
-                ("run", schema.RunSettings)]
+                ("data.shapes", schema.ShapesConfig), ("data.classification", schema.ClassificationConfig),
+                ("optimizer", schema.OptimizerConfig), ("optimizer.paramwise", schema.ParamwiseConfig),
+                ("schedule", schema.ScheduleConfig), ("run", schema.RunSettings)]
     lines = [_INTRO]
     for title, model in sections:
         lines += [f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]

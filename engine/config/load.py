@@ -186,7 +186,7 @@ def _known_keys(parents: Sequence[str]) -> list[str]:
 def _absolute_paths(config: RunConfig) -> RunConfig:
     """Paths are relative to the current directory (those of a split to data.root); saved, they are absolute."""
     data = config.data
-    if data.dataset == "coco":
+    if data.dataset != "shapes":
         root = _expand(data.root)
         splits = {}
         for name in ("train", "val"):

@@ -16,8 +16,10 @@ class Block(BaseModel):
 
 
 class DetectorConfig(Block):
-    config: str = Field(description="zoo name, `mmdet::folder/file.py`, or path to an mmdet config")
-    options: dict[str, Any] = Field({}, description='dotted changes to the mmdet model, e.g. {"backbone.depth": 18}')
+    config: str = Field(
+        description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)")
+    options: dict[str, Any] = Field({}, description='dotted changes to the mmdet model, e.g. {"backbone.depth": 18}; '
+                                                    "of a timm model, arguments of timm.create_model")
     load_from: str | None = Field(None, description="weights to start from: a detector or a backbone, .pth or .safetensors")
     drop_mismatched: bool = Field(
         False, description="leave out tensors of load_from with another shape, such as heads for other classes")
@@ -30,8 +32,8 @@ class DetectorConfig(Block):
 
 
 class SplitConfig(Block):
-    annotations: str = Field(description="annotation file in COCO form")
-    images: str = Field(description="image folder")
+    annotations: str | None = Field(None, description="annotation file in COCO form (coco)")
+    images: str = Field(description="image folder (coco), or folder of class folders (folders)")
     panoptic: str | None = Field(None, description="folder of panoptic PNGs (panoptic task)")
 
 
@@ -43,14 +45,40 @@ class ShapesConfig(Block):
     seed: int = Field(0, ge=0, description="seed of the generator")
 
 
+class ClassificationConfig(Block):
+    image_size: int = Field(224, ge=16, description="side in pixels of the squares that the classifier sees")
+    crop_scale: list[float] = Field([0.08, 1.0], min_length=2, max_length=2,
+                                    description="least and greatest share of an image's area in a training crop")
+    eval_crop: float | None = Field(
+        None, gt=0, le=1, description="share of the shorter side kept in evaluation; default: timm's of the model, or 0.875")
+    color_jitter: float = Field(0.4, ge=0, description="change of brightness, contrast, saturation (no auto_augment)")
+    auto_augment: str | None = Field(None, description='timm\'s name of an augmentation, e.g. "rand-m9-mstd0.5"')
+    random_erasing: float = Field(0.25, ge=0, le=1, description="probability of Random Erasing, with noise")
+    mixup: float = Field(0.8, ge=0, description="alpha of Mixup; 0 none")
+    cutmix: float = Field(1.0, ge=0, description="alpha of CutMix; 0 none; with both, a micro-batch takes one of them")
+    label_smoothing: float = Field(0.1, ge=0, lt=1, description="weight of the uniform distribution in the targets")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ClassificationConfig":
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise ValueError("data.classification.crop_scale must be two shares above 0 and at most 1, the smaller first, "
+                             f"got {self.crop_scale}")
+        return self
+
+
 class DataConfig(Block):
-    task: Literal["detection", "instance", "panoptic"] = Field(
-        "detection", description="boxes; boxes and masks; things and stuff")
-    dataset: Literal["coco", "shapes"] = Field("coco", description="files in COCO layout, or the embedded data set")
+    task: Literal["detection", "instance", "panoptic", "classification"] = Field(
+        "detection", description="boxes; boxes and masks; things and stuff; one class for each image")
+    dataset: Literal["coco", "shapes", "folders"] = Field(
+        "coco", description="files in COCO layout; the embedded data set; or images in a folder for each class. "
+                            "Classification cuts out the objects of the first two")
     root: str = Field("", description="folder that the paths of train and val are relative to")
-    train: SplitConfig | None = Field(None, description="training split (coco)")
-    val: SplitConfig | None = Field(None, description="validation split (coco)")
+    train: SplitConfig | None = Field(None, description="training split (coco, folders)")
+    val: SplitConfig | None = Field(None, description="validation split (coco, folders)")
     shapes: ShapesConfig = Field(ShapesConfig(), description="size of the embedded data set (shapes)")
+    classification: ClassificationConfig = Field(
+        ClassificationConfig(), description="images and targets of a classifier (classification)")
     scale: list[int] = Field([1333, 800], min_length=2, max_length=2,
                              description="longer and shorter side that images are resized to fit")
     train_scales: list[list[int]] | None = Field(
@@ -64,16 +92,31 @@ class DataConfig(Block):
 
     @model_validator(mode="after")
     def _complete(self) -> "DataConfig":
-        if self.dataset == "coco" and (self.train is None or self.val is None):
-            missing = "train" if self.train is None else "val"
-            raise ValueError(f'data.{missing} is missing: give {{"annotations": FILE, "images": FOLDER}}, '
-                             'or set data.dataset to "shapes"')
+        if self.dataset == "folders" and self.task != "classification":
+            raise ValueError(f'data.dataset "folders" has classes and no objects, but data.task is "{self.task}": '
+                             'set it to "classification"')
+        if self.task == "classification":
+            odd = [name for name in _DETECTION_ONLY if getattr(self, name) != type(self).model_fields[name].default]
+            if odd:
+                raise ValueError(f"data.{odd[0]} is for detectors: data.classification says how a classifier sees images")
+        for name in ("train", "val") if self.dataset != "shapes" else ():
+            split = getattr(self, name)
+            if split is None:
+                form = '{"images": FOLDER}' if self.dataset == "folders" else '{"annotations": FILE, "images": FOLDER}'
+                raise ValueError(f'data.{name} is missing: give {form}, or set data.dataset to "shapes"')
+            if split.annotations is None and self.dataset == "coco":
+                raise ValueError(f'the key "data.{name}.annotations" is missing')
+            if split.annotations is not None and self.dataset == "folders":
+                raise ValueError(f'data.{name}.annotations is not read where data.dataset is "folders": remove it')
         if min(self.scale) < 16:
             raise ValueError(f"data.scale must be two sides of at least 16 pixels, got {self.scale}")
         if self.train_scales is not None and (
                 len(self.train_scales) != 2 or any(len(s) != 2 or min(s) < 16 for s in self.train_scales)):
             raise ValueError(f"data.train_scales must be two [longer, shorter] pairs, got {self.train_scales}")
         return self
+
+
+_DETECTION_ONLY = ("scale", "train_scales", "augmentation", "keep_empty", "group_by_aspect")
 
 
 class ParamwiseConfig(Block):
@@ -137,6 +180,17 @@ class RunConfig(Block):
     schedule: ScheduleConfig
     run: RunSettings = RunSettings()
     deepspeed: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _model_fits_task(self) -> "RunConfig":
+        classifier = self.detector.config.startswith("timm::")
+        if classifier and self.data.task != "classification":
+            raise ValueError(f'detector.config "{self.detector.config}" is a classifier but data.task is '
+                             f'"{self.data.task}": set data.task to "classification"')
+        if self.data.task == "classification" and not classifier:
+            raise ValueError(f'data.task is "classification" but detector.config "{self.detector.config}" is no '
+                             'classifier: give one of timm, such as "timm::resnet18"')
+        return self
 
     def to_json(self) -> dict[str, Any]:
         """The file that repeats this run: DeepSpeed's keys first, then our blocks."""

@@ -14,13 +14,13 @@ from engine.data.coco import Classes, DataError, build_dataset, check_same_class
 @dataclass(frozen=True, kw_only=True)
 class Split:
     dataset: Any
-    content: dict[str, Any]  # the annotation file as it stands, for scoring
+    content: dict[str, Any]  # the annotation file as it stands, for scoring; empty where the data set knows the labels
     files: SplitConfig
 
 
 def split_files(data: DataConfig) -> dict[str, SplitConfig]:
     """The files of train and val; for the embedded data set they are written first, by one rank of each node."""
-    if data.dataset == "coco":
+    if data.dataset != "shapes":
         return {"train": data.train, "val": data.val}
     from engine.data.shapes import ShapesSettings, write_shapes
 

@@ -77,11 +77,11 @@ def read_classes(content: dict[str, Any], *, panoptic: bool) -> Classes:
                    tuple(c["id"] for c in things + stuff))
 
 
-def check_same_classes(train: Classes, val: Classes, val_path: str) -> None:
+def check_same_classes(train: Classes, val: Classes, val_path: str, *, kind: str = "annotations") -> None:
     if set(train.all) != set(val.all):
         odd = sorted(set(train.all) ^ set(val.all))[0]
         side, other = ("training", "validation") if odd in train.all else ("validation", "training")
-        raise DataError(f'class "{odd}" is in the {side} annotations but not in the {other} ones ({val_path})'
+        raise DataError(f'class "{odd}" is in the {side} {kind} but not in the {other} ones ({val_path})'
                         + nearest(odd, set(train.all) & set(val.all)))
 
 

@@ -1,4 +1,4 @@
-"""The loss and AP curves of a run, drawn from its records."""
+"""The curves of a run, of its loss and of its AP or accuracy, drawn from its records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def draw_curves(work_dir: Path) -> Path:
         loss_axes.legend(fontsize=7)
     rate_axes.plot(*_numbers(steps, "lr"), color="tab:orange")
     rate_axes.set(title="learning rate", xlabel="optimizer step", ylim=(0, None))
-    names = [key for key in ("bbox_mAP", "bbox_mAP_50", "segm_mAP", "segm_mAP_50", "PQ", "mIoU")
+    names = [key for key in ("bbox_mAP", "bbox_mAP_50", "segm_mAP", "segm_mAP_50", "PQ", "mIoU", "accuracy_top1",
+                             "accuracy_top5")
              if any(key in record for record in evaluations)]
     for key in names:
         score_axes.plot(*_numbers(evaluations, key), marker="o", markersize=3, label=key)

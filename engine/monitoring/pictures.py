@@ -1,4 +1,4 @@
-"""Boxes and masks drawn on images: predictions beside ground truth, or predictions alone."""
+"""Predictions on images: boxes and masks beside ground truth or alone, and classes above."""
 
 from __future__ import annotations
 
@@ -74,5 +74,21 @@ def side_by_side(rows: Sequence[tuple[np.ndarray, np.ndarray]], path: Path) -> P
             axis = axes[index // 2, 2 * (index % 2) + side]
             axis.imshow(image)
             axis.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=100)
+    return path
+
+
+def titled_grid(pictures: Sequence[tuple[np.ndarray, str, bool]], path: Path, *, columns: int = 6) -> Path:
+    """`path` as a sheet of images with a title each, green where it is right and red where not."""
+    from matplotlib.figure import Figure
+
+    lines = (len(pictures) + columns - 1) // columns
+    figure = Figure(figsize=(2 * columns, 2.4 * lines), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(lines, columns)).ravel()
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, (image, title, right) in zip(axes, pictures):
+        axis.imshow(image)
+        axis.set_title(title, fontsize=8, color="tab:green" if right else "tab:red")
     figure.savefig(path, dpi=100)
     return path

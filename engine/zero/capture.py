@@ -64,7 +64,7 @@ class Capture:
 
     def _open(self) -> None:
         self.is_open = True
-        options = dict(dtype=self.dtype, device=self.device)
+        options = dict(dtype=self.dtype, device=self.device, once=self.once or self.K == 1)
         if self.kind == "norms":
             self.norms = torch.zeros(len(self.layout.params), dtype=torch.float64, device=self.device)
         else:

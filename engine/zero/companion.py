@@ -26,12 +26,15 @@ from engine.zero.layout import Layout
 class Lane:
     """One vector: sum over ranks and micro-steps of weight * f(u), f being u or u^2."""
 
-    def __init__(self, plan: Plan, *, squared: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, plan: Plan, *, squared: bool, dtype: torch.dtype, device: torch.device,
+                 once: bool = False) -> None:
         self.squared = squared
-        self.partition = torch.zeros(plan.numel, dtype=torch.float32, device=device)
-        size = max((bucket.numel for bucket in plan.buckets), default=0)
         # Squares of 16-bit gradients would leave their range.
-        self.buffers = [torch.empty(size, dtype=torch.float32 if squared else dtype, device=device) for _ in range(2)]
+        dtype = torch.float32 if squared else dtype
+        # What is reduced once (`once`) loses nothing in the type it came in; sums over micro-steps want fp32.
+        self.partition = torch.zeros(plan.numel, dtype=dtype if once else torch.float32, device=device)
+        size = max((bucket.numel for bucket in plan.buckets), default=0)
+        self.buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
         self.outputs: list[Tensor] = []
         self.late: dict[int, Tensor] = {}
 

@@ -1,7 +1,7 @@
 """Build and initialise a model that is partitioned from the start (`deepspeed.zero.Init`).
 
-Under zero.Init a parameter is cut up as soon as its layer is made, and what initialises it later (mmdet's
-`init_weights`) would write into an empty tensor without a word. Here every such write gathers its parameter first, is
+Under zero.Init a parameter is cut up as soon as its layer is made, and what initialises it later (an outer constructor,
+mmdet's `init_weights`) would write into an empty tensor without a word. Here every such write gathers its parameter first, is
 done on rank 0 and cut up again, so the weights equal those of a plain build with the same seed.
 """
 
@@ -43,7 +43,8 @@ def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 
         TASK_UTILS.build = build_plainly
         try:
-            yield
+            with _writes_reach_parameters():
+                yield
         finally:
             del TASK_UTILS.build  # the method of the class shows again
 
@@ -73,15 +74,34 @@ def initialise(model: nn.Module) -> None:
 
 def _initialise(model: nn.Module) -> None:
     if not is_partitioned(model):
+        _initialise_conv_modules(model)
         model.init_weights()
         return
+    with _writes_reach_parameters():
+        _initialise_conv_modules(model)
+        model.init_weights()
+
+
+def _initialise_conv_modules(model: nn.Module) -> None:
+    """mmcv's ConvModule initialises itself in its constructor, where zero.Init draws numbers of its own: once more, so
+    that those which no `init_weights` reaches are alike, partitioned or not."""
+    from mmcv.cnn import ConvModule
+
+    with torch.random.fork_rng(devices=[]):
+        for module in model.modules():
+            if isinstance(module, ConvModule):
+                module.init_weights()
+
+
+@contextlib.contextmanager
+def _writes_reach_parameters() -> Iterator[None]:
     named = {name: getattr(nn.init, name) for name in dir(nn.init)
              if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name))}
     try:
         for name, function in named.items():
             setattr(nn.init, name, _on_whole(function))
         with _WholeWrites():
-            model.init_weights()
+            yield
     finally:
         for name, function in named.items():
             setattr(nn.init, name, function)

@@ -25,9 +25,10 @@ class Tower(nn.Module):
         self.norm = nn.LayerNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(2).transpose(1, 2) + self.position
+        # Regions are cropped in fp32 whatever the weights' type, and a norm takes no mixture.
+        x = x.flatten(2).transpose(1, 2).to(self.position.dtype) + self.position
         if self.token is not None:
-            x = torch.cat([self.token.expand(len(x), -1, -1).to(x.dtype), x], 1)
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
             x = block(x)
         if self.pooling == "mean":
