@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import ConfigError, load_config, parse_config
+from engine.config import ConfigError, load_config, parse_config, solve_batch
 from engine.config.load import DEEPSPEED_KEYS, REMOVED_KEYS, apply_override, find_config
 
 SPLIT = {"annotations": "a.json", "images": "pictures"}
@@ -283,3 +283,16 @@ def test_the_page_on_the_config_is_the_one_the_schema_gives():
     from engine.config.document import page
 
     assert (Path(__file__).parents[3] / "docs" / "config.md").read_text() == page()
+
+
+@pytest.mark.parametrize("name, world, micro, epochs, lr", [
+    ("uninet_g_htcx_coco", 480, 2, 11, 1.5e-4), ("uninet_g_htcx_o365", 32, 2, 20, 8e-5), ("uninet_g_in22k", 640, 8, 150, 5e-3)])
+def test_the_papers_runs_have_the_papers_numbers(name, world, micro, epochs, lr):
+    """And DeepSpeed takes their keys (asked for one rank, as there is no process group here)."""
+    from engine.training import check_deepspeed
+
+    config = load_config(name, [])
+    assert solve_batch(config.deepspeed, world).micro == micro
+    assert config.schedule.epochs == epochs and config.optimizer.params["lr"] == lr
+    check_deepspeed({**config.deepspeed, **solve_batch({**config.deepspeed, "gradient_accumulation_steps": "auto",
+                                                        "train_micro_batch_size_per_gpu": micro}, 1).as_keys()})
