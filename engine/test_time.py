@@ -61,6 +61,8 @@ class MergedViews(nn.Module):
         from mmengine.config import Config, ConfigDict
 
         if getattr(model, "with_mask", False):
+            if not hasattr(model, "roi_head"):
+                raise ConfigError(f"--tta merges boxes, and {type(model).__name__} finds masks without regions")
             model.roi_head.mask_head = None
         own = Config.fromfile(str(config_path(config.detector.config))).get("tta_model")
         self.model = model

@@ -20,6 +20,7 @@ from engine.data.loader import training_loader
 from engine.data.mmdet_coco import Unreadable
 from engine.data.order import GlobalBatches, RankMicroBatches
 from engine.detector import describe, loss_in_fp32
+from engine.evaluation import check_backend
 from engine.forward import Precision, Preprocessor, TrainingForward
 from engine.monitoring.live import LiveLine, memory_gb, step_text
 from engine.monitoring.records import RecordFile, write_json
@@ -27,6 +28,7 @@ from engine.optim.build import build_optimizer, set_learning_rate
 from engine.optim.schedule import Schedule, build_schedule
 from engine.randomness import BUILD, FORWARD, seed_all
 from engine.report import evaluate_and_report, finish_report
+from engine.statistics import join_statistics
 from engine.task import Task, task_of
 from engine.weights import load_weights, save_weights
 from engine.zero.partitioned_build import initialise, partitioned
@@ -52,6 +54,7 @@ class Run:
     preprocess: Preprocessor
     precision: Precision
     work_dir: Path
+    loss_names: list[str] | None = None
 
 
 def resolve(config: RunConfig, plan: BatchPlan, work_dir: Path) -> RunConfig:
@@ -154,14 +157,18 @@ def check_deepspeed(settings: dict[str, Any]) -> None:
 
 def _check_supported(config: RunConfig) -> None:
     stage = config.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    check_backend(config.run.eval_backend)
     if config.detector.zero_init and stage != 3:
         raise ConfigError(f"detector.zero_init needs zero_optimization.stage 3, got {stage}")
     if config.data.task == "panoptic" and config.run.eval_interval != 0:
         raise ConfigError("panoptic quality is not computed yet: set run.eval_interval to 0 to train without it")
 
 
-def build_model(config: RunConfig, classes: Classes) -> nn.Module:
-    """The model with its weights: initialised from the seed, then loaded from a file if one is named."""
+def build_model(config: RunConfig, classes: Classes, *, empty: bool = False) -> nn.Module:
+    """The model with its weights: initialised from the seed, then loaded from a file if one is named.
+
+    `empty` leaves the weights to the caller.
+    """
     from models.batch_norm import convert_batch_norm
 
     task, detector = task_of(config), config.detector
@@ -170,8 +177,9 @@ def build_model(config: RunConfig, classes: Classes) -> nn.Module:
         model = task.build_model(classes)
     model.data_preprocessor = task.build_preprocessor(classes)  # outside zero.Init, which would round its means
     seed_all(config.run.seed, BUILD, 1)  # zero.Init draws numbers of its own while building
-    initialise(model)
-    if detector.load_from:
+    if not empty:
+        initialise(model)
+    if detector.load_from and not empty:
         say(f"weights {load_weights(model, detector.load_from, drop_mismatched=detector.drop_mismatched)}")
     give_dimensions(model)
     precision = Precision.of(config.deepspeed)
@@ -221,9 +229,13 @@ def train(config: RunConfig) -> dict[str, float]:
         if nonfinite >= config.run.max_nonfinite:
             stop_on_nonfinite(nonfinite, run.forward.record.losses, batch)
         last = step + 1 == steps
-        if due(run, config.run.checkpoint_interval, step, last=last):
+        save_due = due(run, config.run.checkpoint_interval, step, last=last)
+        eval_due = due(run, config.run.eval_interval, step, last=last)
+        if save_due or eval_due:
+            join_statistics(run.engine.module)
+        if save_due:
             save(run, step + 1)
-        if due(run, config.run.eval_interval, step, last=last):
+        if eval_due:
             metrics = evaluate_and_report(run, plain_model(run), step + 1, last=last)
     line.close()
     if records is not None:
@@ -263,7 +275,9 @@ class MicroBatches:
 
 def step_record(run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *, seconds: float) -> dict[str, Any]:
     """The record of one optimizer step: losses are means over the micro-batches of all ranks."""
-    names = sorted(losses[0])
+    if run.loss_names is None:  # once: ranks that later lack a part, or have one more, still sum vectors of one length
+        run.loss_names = sorted({name for names in distributed.all_gather_objects(sorted(losses[0])) for name in names})
+    names = run.loss_names
     mean = torch.tensor([sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names],
                         dtype=torch.float64)
     mean = distributed.sum_over_ranks(mean) / run.plan.world
@@ -294,12 +308,11 @@ def write_events(model_engine: Any, record: dict[str, Any]) -> None:
 
 
 def stop_on_nonfinite(count: int, losses: dict[str, float], batch: dict[str, Any]) -> None:
-    mine = {name: value for name, value in losses.items()}
     images = [sample.img_id for sample in batch["data_samples"]]
-    broken = not all(value == value and abs(value) != float("inf") for value in mine.values())
+    broken = not all(value == value and abs(value) != float("inf") for value in losses.values())
     with distributed.together():
         if broken:
-            raise UserError(f"the loss was not finite in {count} optimizer steps in a row: losses {mine} on images {images} "
+            raise UserError(f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
                             f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping")
 
 
@@ -319,8 +332,8 @@ def plain_model(run: Run) -> nn.Module:
     if run.config.deepspeed.get("zero_optimization", {}).get("stage", 0) != 3:
         return run.engine.module
     whole = run.config.model_copy(update={"detector": run.config.detector.model_copy(
-        update={"zero_init": False, "load_from": None})})
-    copy = build_model(whole, run.classes).to(run.precision.dtype).to(distributed.device())
+        update={"zero_init": False})})
+    copy = build_model(whole, run.classes, empty=True).to(run.precision.dtype).to(distributed.device())
     target = copy.state_dict()
     for name, value in whole_state(run.engine.module):
         target[name].copy_(value)

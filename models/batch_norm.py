@@ -127,10 +127,12 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
         if type(module) not in replacements:
             raise ValueError(f"{type(module).__name__} is a batch norm of its own kind, which can be neither "
                              "synchronised over ranks nor kept in fp32: use plain BatchNorm layers")
-        already = isinstance(module, Fp32BatchNorm) and module.synchronise     # a layer asked for it by itself
+        # A layer may have asked for it by itself.
+        already = isinstance(module, nn.SyncBatchNorm) or (isinstance(module, Fp32BatchNorm) and module.synchronise)
         module.__class__ = replacements[type(module)]
-        if not already:
-            module.synchronise, module.process_group = synchronise, process_group
+        module.synchronise = synchronise or already
+        if synchronise:
+            module.process_group = process_group
         module.keep_statistics_fp32()
     return len(norms)
 
@@ -139,3 +141,10 @@ def _timm_batch_norm_act() -> type:
     from timm.layers import BatchNormAct2d
 
     return BatchNormAct2d
+
+
+def keep_statistics(model: nn.Module) -> None:
+    """mmdet's `norm_eval`: batch norm uses its running statistics, though the model trains."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()

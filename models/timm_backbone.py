@@ -9,6 +9,8 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 
+from models.batch_norm import keep_statistics
+
 
 @MODELS.register_module()
 class TimmBackbone(BaseModule):
@@ -43,7 +45,5 @@ class TimmBackbone(BaseModule):
     def train(self, mode: bool = True) -> "TimmBackbone":
         super().train(mode)
         if mode and self.norm_eval:
-            for module in self.modules():
-                if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+            keep_statistics(self)
         return self

@@ -29,7 +29,8 @@ def param_groups(model: nn.Module, paramwise: ParamwiseConfig, *, lr: float, wei
         if len(homes) != 1:
             found = f"in modules {', '.join(homes)}" if homes else f"in none of the modules {', '.join(modules)}"
             raise ConfigError(f'parameter "{name}" is {found}: name its module, and only one, in optimizer.params.modules')
-        decays = (paramwise.norm_decay if isinstance(owner, _NORMS) else
+        scale = _dimensions(parameter) <= 1 and not name.endswith("bias")  # LayerScale, a temperature, a class's own norm
+        decays = (paramwise.norm_decay if isinstance(owner, _NORMS) or scale else
                   paramwise.bias_decay if name.endswith("bias") else True)
         factor = max(((len(p), f) for p, f in paramwise.lr_mult.items() if _below(name, p)), default=(0, 1.0))[1]
         if name in layers:
@@ -41,6 +42,10 @@ def param_groups(model: nn.Module, paramwise: ParamwiseConfig, *, lr: float, wei
     if not groups:
         raise ConfigError("every parameter is frozen: nothing to train")
     return list(groups.values())
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # one built partitioned is an empty shard
 
 
 def _below(name: str, prefix: str) -> bool:

@@ -1,8 +1,10 @@
 """Build and initialise a model that is partitioned from the start (`deepspeed.zero.Init`).
 
 Under zero.Init a parameter is cut up as soon as its layer is made, and what initialises it later (an outer constructor,
-mmdet's `init_weights`) would write into an empty tensor without a word. Here every such write gathers its parameter first, is
-done on rank 0 and cut up again, so the weights equal those of a plain build with the same seed.
+mmdet's `init_weights`) would write into an empty tensor without a word. Here such a write gathers its parameter first, is
+done on rank 0 and cut up again. On CPUs what `init_weights` sets equals a plain build with the same seed; what a
+constructor draws has the same distribution; on GPUs both are drawn by the device. Writes through `.data` (mmcv's
+deformable convolutions, some heads' biases) are not seen, and lost.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Sequence
 
-import torch
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from models.batch_norm import keep_statistics
 from models.htcx.cross_scale_shift import CrossScaleShift
 from models.htcx.deformable import DeformableBlock, DeformableConv
 from models.htcx.revfp import Fusion, RevFP
@@ -86,7 +86,5 @@ class HTCXPyramid(BaseModule):
     def train(self, mode: bool = True) -> "HTCXPyramid":
         super().train(mode)
         if mode and self.norm_eval:
-            for module in self.modules():
-                if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                    module.eval()
+            keep_statistics(self)
         return self

@@ -10,6 +10,7 @@ from mmdet.models.roi_heads import CascadeRoIHead
 from mmdet.models.utils import empty_instances, unpack_gt_instances
 from mmdet.registry import MODELS
 from mmdet.structures.bbox import bbox2roi
+from mmengine.structures import InstanceData
 from torch import Tensor
 
 
@@ -79,13 +80,16 @@ class HTCXRoIHead(CascadeRoIHead):
             self.current_stage = stage
             sampled = [self._sample(stage, *parts) for parts in zip(proposals, truth, ignored)]
             boxes = self.bbox_loss(stage, x, sampled)
+            # Without any region mmdet leaves the class loss out, and proposes nothing: every rank enters every head and
+            # has every loss all the same, for ranks wait for each other.
+            parts = {"loss_cls": boxes["cls_score"].sum() * 0, **boxes["loss_bbox"]}
             losses.update({f"s{stage}.{name}": value * weight if "loss" in name else value
-                           for name, value in boxes["loss_bbox"].items()})
+                           for name, value in parts.items()})
             if stage + 1 < self.num_stages:
                 with torch.no_grad():
                     proposals = self.bbox_head[stage].refine_bboxes(sampled, boxes, metas)
-                if proposals is None:                                  # nothing was proposed
-                    return losses
+                if proposals is None:
+                    proposals = [InstanceData(bboxes=s.priors[:0]) for s in sampled]
         if self.with_mask:
             results = self._mask_forward(x, bbox2roi([s.pos_priors for s in sampled]))
             found = self.mask_head.loss_and_target(mask_preds=results["mask_preds"], sampling_results=sampled,

@@ -11,7 +11,7 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.batch_norm import convert_batch_norm
+from models.batch_norm import convert_batch_norm, keep_statistics
 from models.recompute import recomputed
 from models.uninet.blocks import (ConvBlock, LocalDownsample, LocalGlobalDownsample, TransformerBlock, fused_block,
                                   last_norm)
@@ -140,7 +140,5 @@ class UniNet(BaseModule):
         for module in self._frozen():
             module.eval()
         if mode and self.norm_eval:
-            for module in self.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+            keep_statistics(self)
         return self

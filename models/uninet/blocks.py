@@ -60,7 +60,8 @@ class TransformerBlock(nn.Module):
     """x += depth-wise 3x3 (position); x += gamma1 MHSA(LN x); x += gamma2 MLP(LN x). No position table: any size.
 
     `window` is the side of the windows, None for global attention. Maps are padded with zeros at the right and at the
-    bottom to whole windows, without shift (inferred); a window that covers the map is global attention.
+    bottom to whole windows, without shift (inferred). A side of the map that is shorter than the window is one window
+    without padding, so a window that covers the map is global attention.
     """
 
     def __init__(self, channels: int, expansion: int, *, window: int | None, drop_path: float = 0.0,

@@ -6,11 +6,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from timm.models import register_model
+from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from models.uninet.backbone import UniNet
-from models.uninet.variants import STRIDES, VARIANTS
+from models.uninet.variants import STRIDES, VARIANTS, Variant
 
 HEAD_WIDTH = 1280
 
@@ -28,11 +28,7 @@ class UniNetClassifier(UniNet):
         self.head_act = nn.GELU()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(HEAD_WIDTH, num_classes) if num_classes else nn.Identity()
-        size = self.variant.image_size
-        self.default_cfg = self.pretrained_cfg = dict(
-            url="", num_classes=num_classes, input_size=(in_chans, size, size), pool_size=None, crop_pct=0.95,
-            interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), first_conv="stem.0",
-            classifier="head")
+        self.default_cfg = self.pretrained_cfg = {**_config(self.variant), "num_classes": num_classes}
         self.reset_parameters()
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -56,9 +52,15 @@ class UniNetClassifier(UniNet):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.with_cp = self.grad_checkpointing = enable
 
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.endswith(".gamma")}
 
+def _config(shape: Variant) -> dict[str, Any]:
+    """How timm's data pipeline prepares images for it."""
+    return dict(url="", num_classes=1000, input_size=(3, shape.image_size, shape.image_size), pool_size=None,
+                crop_pct=0.95, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
+                first_conv="stem.0", classifier="head")
+
+
+default_cfgs = generate_default_cfgs({f"uninet_{arch}": _config(shape) for arch, shape in VARIANTS.items()})
 
 # create_model hands these to every model; there are no published weights they could point to.
 _PRETRAINED = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "pretrained_strict")

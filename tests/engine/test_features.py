@@ -57,6 +57,16 @@ def test_synchronised_batch_norm_makes_two_ranks_one(ranks):
     assert difference(statistics, {n: apart["weights"][n] for n in statistics}) > 1e-3
 
 
+def test_ranks_score_and_save_the_mean_of_their_statistics(ranks):
+    alone = ranks.run(runs, 2, [BATCH_NORM])
+    first, second = (rank[0]["weights"] for rank in alone)
+    name = next(n for n in first if n.endswith("running_mean"))
+    assert not torch.equal(first[name], second[name])
+    joined = ranks.run(runs, 2, [merged({"run": {"checkpoint_interval": None}}, merged(BATCH_NORM))])
+    for rank in joined:
+        torch.testing.assert_close(rank[0]["weights"][name], (first[name] + second[name]) / 2)
+
+
 def test_a_model_built_partitioned_starts_from_the_same_weights(ranks):
     stage3 = {"zero_optimization": {"stage": 3}}
     plain, partitioned = ranks.run(runs, 2, [stage3, {**stage3, "detector": {"zero_init": True}}])[0]

@@ -18,6 +18,17 @@ def case(stage, *, zero_init=False, checkpoint=(), bf16=False, evaluate=False):
             "bf16": {"enabled": bf16}, "run": {"draw": 2, "eval_interval": None if evaluate else 0}}
 
 
+def test_the_papers_mixture_runs(ranks):
+    """bf16, ZeRO-2, AGVM, recomputed blocks whose batch norms meet over ranks in backward too; and plain batch norm."""
+    mixture = case(2, checkpoint=["backbone"], bf16=True)
+    mixture["detector"] = {**mixture["detector"], "options": {}, "sync_bn": True}
+    mixture["train_micro_batch_size_per_gpu"] = 2
+    apart = {**mixture, "bf16": {"enabled": False}, "detector": {**mixture["detector"], "sync_bn": False}}
+    for result in ranks.run(train_all, 2, [mixture, apart])[0]:
+        assert len(result["records"]) == 2 and all(0 < r["loss"] < 50 for r in result["records"])
+        assert set(result["records"][-1]["phi"]) == MODULES
+
+
 def train_all(cases):
     return [train_tiny(changes) for changes in cases]
 

@@ -6,6 +6,7 @@ import torch
 from engine.config.errors import ConfigError
 from engine.config.schema import DataConfig, DetectorConfig
 from engine.data.build import build_data
+from engine.data.coco import Classes
 from engine.detector import build_detector
 from engine.forward import Precision, Preprocessor
 from engine.mmdet_setup import import_mmdet
@@ -63,13 +64,27 @@ def test_every_image_has_each_scale_as_it_is_and_mirrored(split):
 
 
 def test_boxes_of_mirrored_views_are_mirrored_back_and_merged(split):
-    model = build_detector(DetectorConfig(config="tiny_retinanet"), type("C", (), dict(things=("a",) * 6, stuff=(), all=("a",) * 6)), "detection")
+    model = build_detector(DetectorConfig(config="tiny_retinanet"), Classes(tuple("abcdef"), (), tuple(range(1, 7))), "detection")
     views, _ = ViewPreprocessor(Preprocessor(model, torch.device("cpu"), Precision()))(batch(split), training=False)
     assert len(views) == 4 and views[0][0].shape[0] == 2
     for found in MergedViews(Sees(), Config).predict(views, None):
         found = found.pred_instances
         assert torch.equal(found.bboxes, BOX) and found.scores.tolist() == pytest.approx([0.9, 0.8])
         assert found.labels.tolist() == [0, 1]
+
+
+def test_a_detector_with_masks_finds_boxes(split):
+    classes = Classes(tuple("abcdef"), (), tuple(range(1, 7)))
+    torch.manual_seed(0)
+    model = build_detector(DetectorConfig(config="uninet_tiny_htcx"), classes, "instance").eval()
+    views, _ = ViewPreprocessor(Preprocessor(model, torch.device("cpu"), Precision()))(batch(split), training=False)
+    config = type("C", (), dict(detector=DetectorConfig(config="uninet_tiny_htcx")))
+    with torch.no_grad():
+        found = MergedViews(model, config).predict(views, None)
+    for sample in found:
+        assert "masks" not in sample.pred_instances and 0 < len(sample.pred_instances) <= 100
+        height, width = sample.ori_shape
+        assert (sample.pred_instances.bboxes <= torch.tensor([width, height, width, height]) + 1).all()
 
 
 def test_scales_are_read_and_refused():

@@ -159,12 +159,13 @@ def test_norms_can_be_frozen_and_synchronised():
 
 def gradients(model, x):
     model.zero_grad()
+    torch.manual_seed(1)                                            # which paths are dropped
     sum(m.square().mean() for m in model(x)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def test_recomputed_blocks_give_the_same_gradients_and_statistics():
-    plain, saving = tiny().train(), tiny(with_cp=True).train()
+    plain, saving = tiny(drop_path_rate=0.5).train(), tiny(drop_path_rate=0.5, with_cp=True).train()
     x = torch.randn(2, 3, 64, 48)
     for a, b in zip(gradients(plain, x).values(), gradients(saving, x).values()):
         torch.testing.assert_close(a, b)

@@ -112,7 +112,7 @@ def test_attach_once_and_to_its_own_engine(ranks):
 
 
 def misread_layout(stage):
-    """Two parameters of equal size exchanged in the layout, as another DeepSpeed version might have them."""
+    """One fragment read one element off, as another DeepSpeed version might lay it out."""
     torch.manual_seed(1)
     case = Case(stage, 2, rule="sgd")
     model = Tiny()
