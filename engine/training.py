@@ -31,6 +31,7 @@ from engine.report import evaluate_and_report, finish_report
 from engine.statistics import join_statistics
 from engine.task import Task, task_of
 from engine.weights import load_weights, save_weights
+from engine.zero.module_trace import parameters_only
 from engine.zero.partitioned_build import initialise, partitioned
 from engine.zero.scalars import give_dimensions
 from engine.zero.whole_parameters import keep_whole, whole_state
@@ -116,7 +117,8 @@ def build_run(config: RunConfig) -> Run:
     forward = TrainingForward(model, preprocess, precision, device)
     model.forward = forward
     try:
-        model_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config.deepspeed))
+        with parameters_only():
+            model_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config.deepspeed))
     except (AssertionError, ValueError) as error:  # some combinations are only refused once the model is known
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"DeepSpeed does not accept this config ({reason})") from error

@@ -1,0 +1,32 @@
+"""Keep modules without parameters out of ZeRO-3's trace.
+
+ZeRO-3 records the order in which modules run and prefetches by it, and takes for granted that all ranks have the same
+order. A detector's loss modules and RoI layers run or not as the objects of a rank's images want it: one rank then drops
+its trace, fetches at other moments than the others, and all wait for ever (DeepSpeed 0.19.8, two-stage detectors). What has
+no parameters has nothing to fetch, so it needs no hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def parameters_only() -> Iterator[None]:
+    """Around `deepspeed.initialize`."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    register = DeepSpeedZeRoOffload._register_deepspeed_module
+
+    def register_owners(self: Any, module: nn.Module, count: list[int] | None = None) -> None:
+        if next(module.parameters(), None) is not None:
+            register(self, module, count=[0] if count is None else count)
+
+    DeepSpeedZeRoOffload._register_deepspeed_module = register_owners
+    try:
+        yield
+    finally:
+        DeepSpeedZeRoOffload._register_deepspeed_module = register
