@@ -89,7 +89,7 @@ def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[i
 def score(content: dict[str, Any], results: dict[str, list[dict]], classes: Classes, category_ids: Sequence[int],
           backend: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Flat metrics under mmdet's names, and AP and AP50 per class for the table. `results` by kind: bbox, segm."""
-    COCO, COCOeval = check_backend(backend)
+    COCO, COCOeval = coco_backend(backend)
     truth = dict(content, annotations=[
         {"id": number, "iscrowd": 0, **annotation, "area": annotation.get("area", _box_area(annotation))}
         for number, annotation in enumerate(content["annotations"], 1)])
@@ -124,7 +124,7 @@ def _box_area(annotation: dict[str, Any]) -> float:
     return annotation["bbox"][2] * annotation["bbox"][3] if "bbox" in annotation else 0.0
 
 
-def check_backend(name: str) -> tuple[Any, Any]:
+def coco_backend(name: str) -> tuple[Any, Any]:
     """COCO and COCOeval of the one who computes AP; a UserError where it is not installed."""
     if name == "pycocotools":
         from pycocotools.coco import COCO

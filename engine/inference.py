@@ -88,7 +88,7 @@ def evaluate(loaded: Loaded, split_name: str, out: Path, *, tta: Sequence[str] |
 
 def with_views(loaded: Loaded, split: Split, texts: Sequence[str]) -> Loaded:
     """The detector that sees every image of the split in several views; it finds boxes only."""
-    from engine.test_time import MergedViews, ViewPreprocessor, parse_scales, show_views
+    from engine.tta import MergedViews, ViewPreprocessor, parse_scales, show_views
 
     data = loaded.config.data
     if data.task not in ("detection", "instance"):

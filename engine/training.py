@@ -20,7 +20,7 @@ from engine.data.loader import training_loader
 from engine.data.mmdet_coco import Unreadable
 from engine.data.order import GlobalBatches, RankMicroBatches
 from engine.detector import describe, loss_in_fp32
-from engine.evaluation import check_backend
+from engine.evaluation import coco_backend
 from engine.forward import Precision, Preprocessor, TrainingForward
 from engine.monitoring.live import LiveLine, memory_gb, step_text
 from engine.monitoring.records import RecordFile, write_json
@@ -159,7 +159,8 @@ def check_deepspeed(settings: dict[str, Any]) -> None:
 
 def _check_supported(config: RunConfig) -> None:
     stage = config.deepspeed.get("zero_optimization", {}).get("stage", 0)
-    check_backend(config.run.eval_backend)
+    if config.run.eval_interval != 0:
+        coco_backend(config.run.eval_backend)  # not after the first epoch
     if config.detector.zero_init and stage != 3:
         raise ConfigError(f"detector.zero_init needs zero_optimization.stage 3, got {stage}")
     if config.data.task == "panoptic" and config.run.eval_interval != 0:

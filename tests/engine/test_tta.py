@@ -10,7 +10,7 @@ from engine.data.coco import Classes
 from engine.detector import build_detector
 from engine.forward import Precision, Preprocessor
 from engine.mmdet_setup import import_mmdet
-from engine.test_time import MergedViews, ViewPreprocessor, parse_scales, show_views
+from engine.tta import MergedViews, ViewPreprocessor, parse_scales, show_views
 
 import_mmdet()
 from mmengine.structures import InstanceData  # noqa: E402
@@ -27,8 +27,8 @@ class Sees(torch.nn.Module):
 
     with_mask = False
 
-    def test_step(self, data):
-        raise AssertionError
+    def test_step(self, data):  # DetTTAModel wants it to be there
+        raise NotImplementedError
 
     def predict(self, images, samples):
         for sample in samples:
