@@ -21,7 +21,7 @@ from engine.evaluation import gather_predictions, predict
 from engine.forward import Precision, Preprocessor
 from engine.report import SCORE_SHOWN
 from engine.task import Task, task_of
-from engine.weights import WeightsError, load_weights, read_file
+from engine.weights import WeightsError, fit_weights, read_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,10 @@ class Loaded:
     precision: Precision = Precision()
 
 
-def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[str]) -> Loaded:
-    """The model of a weight file. One of ours carries its config; any other needs `--deepspeed_config`."""
-    _, meta = read_file(checkpoint)
+def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[str], *, ema: bool = False) -> Loaded:
+    """The model of a weight file or checkpoint folder. One of ours carries its config; any other needs
+    `--deepspeed_config`."""
+    tensors, meta = read_weights(checkpoint, ema=ema)
     if config_name is not None:
         config = load_config(config_name, overrides)
     elif isinstance(meta.get("config"), dict):
@@ -49,18 +50,25 @@ def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[
     task = task_of(config)
     known = meta.get("dataset_meta") if isinstance(meta.get("dataset_meta"), dict) else {}
     if known.get("classes"):
-        names = tuple(known["classes"])
-        classes = Classes(names, (), tuple(known.get("category_ids", range(1, len(names) + 1))))
+        classes = Classes.from_meta(known)
     else:
         classes = task.read_classes()
     model = task.build_model(classes)
-    report = load_weights(model, checkpoint, drop_mismatched=False)
+    report = fit_weights(model, tensors, checkpoint, drop_mismatched=False)
     if report.missing:
         raise WeightsError(f"{report}: it is not a checkpoint of this detector")
     device = distributed.device()
     model = model.to(device).eval()
     return Loaded(model=model, preprocess=Preprocessor(model, device, Precision()), config=config, task=task,
                   classes=classes)
+
+
+def output_folder(checkpoint: str) -> Path:
+    """Where the scores of a checkpoint go: `eval` in its work dir, or beside its file."""
+    path = Path(checkpoint).expanduser()
+    if path.name.startswith("step-") and path.is_dir():
+        return path.parent.parent / "eval"
+    return (path if path.is_dir() else path.parent) / "eval"
 
 
 def evaluate(loaded: Loaded, split_name: str, out: Path, *, tta: Sequence[str] | None = None) -> dict[str, float]:

@@ -14,7 +14,7 @@ from engine.monitoring.pictures import draw_objects, read_image, side_by_side
 from engine.monitoring.records import RecordFile, write_json
 
 if TYPE_CHECKING:
-    from engine.training import Run
+    from engine.building import Run
 
 SCORE_SHOWN = 0.3
 

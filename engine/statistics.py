@@ -8,14 +8,33 @@ from torch import nn
 from engine import distributed
 
 
+def _running(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{name}": buffer for prefix, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for name, buffer in (("running_mean", module.running_mean), ("running_var", module.running_var))
+            if buffer is not None}
+
+
 @torch.no_grad()
 def join_statistics(model: nn.Module) -> None:
-    """Put the mean over ranks into every running mean and variance, so that all ranks score the model that is saved."""
-    buffers = [buffer for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-               for buffer in (module.running_mean, module.running_var) if buffer is not None]
+    """Put the mean over ranks into every running mean and variance, so that all ranks score the same model."""
+    buffers = list(_running(model).values())
     if not buffers or distributed.world_size() == 1:
         return
     mean = distributed.sum_over_ranks(torch.cat([buffer.flatten().double().cpu() for buffer in buffers]))
     mean /= distributed.world_size()
     for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers])):
         buffer.copy_(values.view_as(buffer))
+
+
+def local_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's own running means and variances by name; empty on one rank, where they are the model's."""
+    return {} if distributed.world_size() == 1 else dict(_running(model))
+
+
+@torch.no_grad()
+def restore_statistics(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Put back what `local_statistics` gave."""
+    for name, buffer in _running(model).items():
+        if name in saved:
+            buffer.copy_(saved[name])

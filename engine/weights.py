@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple
 
 import torch
 from torch import nn
 
 from engine.config.errors import UserError
 from engine.zero.scalars import file_shape
+
+
+META_KEY = "gigadet"  # where a .safetensors file carries `meta`, as JSON
 
 
 class WeightsError(UserError):
@@ -36,21 +40,38 @@ class LoadReport(NamedTuple):
         return text
 
 
-def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """The state dict of a file, whatever it is wrapped in."""
-    return read_file(path)[0]
+class Stored(NamedTuple):
+    """A tensor that is read when it is needed."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def whole(value: "torch.Tensor | Stored") -> torch.Tensor:
+    return value.read() if isinstance(value, Stored) else value
+
+
+def read_weights(path: str | Path, *, ema: bool = False) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The state dict of a file or of a checkpoint folder and, of one of ours, its `meta`: step, class names, config."""
+    if Path(path).expanduser().is_dir():
+        from engine.checkpoints.reading import read_checkpoint
+
+        return read_checkpoint(path, ema=ema)
+    return read_file(path)
 
 
 def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state dict of a file and, where it is one of ours, its `meta`: step, class names and the run's config."""
-    path = Path(path)
+    """The state dict of a file, whatever it is wrapped in, and its `meta`."""
+    path = Path(path).expanduser()
     if not path.is_file():
         raise WeightsError(f"weight file {path} does not exist")
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+            from safetensors import safe_open
 
-            content: Any = load_file(str(path))
+            with safe_open(str(path), framework="pt") as file:
+                content: Any = {"state_dict": {name: file.get_tensor(name) for name in file.keys()},
+                                "meta": json.loads((file.metadata() or {}).get(META_KEY, "{}"))}
         else:
             # Files from before torch 1.6 are no zip archives, and only those can be mapped into memory.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -68,7 +89,7 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return {key.removeprefix("module."): value for key, value in tensors.items()}, meta if isinstance(meta, dict) else {}
 
 
-def _as_named_here(tensors: dict[str, torch.Tensor], model_names: set[str]) -> dict[str, torch.Tensor]:
+def _as_named_here(tensors: Mapping[str, Any], model_names: set[str]) -> Mapping[str, Any]:
     """The file's tensors under the names of the model: as they are, or below the backbone (mmdet's or timm's).
 
     timm's feature extractors rename: a part of a sequence moves up (`stages.0.` is `stages_0.`), and some models are
@@ -84,7 +105,11 @@ def _as_named_here(tensors: dict[str, torch.Tensor], model_names: set[str]) -> d
 
 def load_weights(model: nn.Module, path: str | Path, *, drop_mismatched: bool) -> LoadReport:
     """Copy what fits by name and shape into the model, which may be partitioned already; report the rest."""
-    tensors = read_weights(path)
+    return fit_weights(model, read_weights(path)[0], str(path), drop_mismatched=drop_mismatched)
+
+
+def fit_weights(model: nn.Module, tensors: Mapping[str, Any], path: str, *, drop_mismatched: bool) -> LoadReport:
+    """The same for tensors that were read already."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     targets = {name: parameters.get(name, value) for name, value in model.state_dict(keep_vars=True).items()}
     tensors = _as_named_here(tensors, set(targets))
@@ -101,13 +126,14 @@ def load_weights(model: nn.Module, path: str | Path, *, drop_mismatched: bool) -
             f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and {file_shape(targets[name])} here "
             "(another number of classes?); set detector.drop_mismatched to true to train such layers anew")
     for name in sorted(matched):
-        _copy(targets[name], tensors[name])
+        copy_into(targets[name], whole(tensors[name]))
     return LoadReport(str(path), sorted(matched), sorted(targets.keys() - tensors.keys()),
                       sorted(tensors.keys() - targets.keys()), sorted(dropped))
 
 
 @torch.no_grad()
-def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Into a parameter or buffer, which may be partitioned: then all ranks call this together."""
     if hasattr(target, "ds_id"):
         import deepspeed
 

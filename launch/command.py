@@ -41,9 +41,9 @@ def run_command(body: Callable[[], None]) -> None:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
         else:
             time.sleep(WAIT_FOR_MESSAGE)
-        _leave_at_once(USER_ERROR)
+        leave(USER_ERROR)
     except KeyboardInterrupt:
-        _leave_at_once(130)
+        leave(130)
     _close_process_group()
 
 
@@ -63,7 +63,7 @@ def _close_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _leave_at_once(code: int) -> None:
+def leave(code: int) -> None:
     """Without waiting for loader processes, or for a rank that will never come to a collective."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,17 +5,31 @@
   torchrun --nproc-per-node 2 launch/train.py --deepspeed_config quickstart
   srun --ntasks-per-node 8 python launch/train.py --deepspeed_config my.json
   python launch/train.py --deepspeed_config quickstart --set schedule.epochs=1
+
+Go on with a run that was stopped, on as many ranks as before or not (docs/checkpoints.md):
+
+  deepspeed launch/train.py --resume work_dirs/RUN
+  deepspeed launch/train.py --resume work_dirs/RUN/checkpoints/step-000384 --work-dir work_dirs/another
+  deepspeed launch/train.py --deepspeed_config my.json --work-dir work_dirs/mine --resume
+
+Exit codes: 0 done; 2 a mistake that the message explains; 75 stopped by SIGTERM or SIGUSR1 and saved, start again with
+--resume.
 """
 
-from launch.command import add_config_arguments, parser, run_command
+from launch.command import add_config_arguments, leave, parser, run_command
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    add_config_arguments(arguments)
+    add_config_arguments(arguments, required=False)
     arguments.add_argument("--work-dir", metavar="DIR", help="where the run's records go (run.work_dir)")
     arguments.add_argument("--load-from", metavar="FILE", help="weights to start from (detector.load_from)")
+    arguments.add_argument("--resume", nargs="?", const="", metavar="DIR[/TAG]",
+                           help="go on from the newest whole checkpoint of the work dir, or of DIR, or from the one named; "
+                                "with DIR the config may be left out: then it is the saved one")
     options = arguments.parse_args()
+    if options.deepspeed_config is None and not options.resume:
+        arguments.error("--deepspeed_config is needed, or --resume with the folder of a run")
     run_command(lambda: _train(options))
 
 
@@ -31,13 +45,25 @@ def _train(options) -> None:
     if options.load_from:
         overrides.append(f"detector.load_from={json.dumps(options.load_from)}")
     # Before the slow imports, so that a slip shows at once.
-    config = load_config(options.deepspeed_config, overrides)
-    solve_batch(config.deepspeed, distributed.world_size())
+    if options.deepspeed_config is not None:
+        config = load_config(options.deepspeed_config, overrides)
+        solve_batch(config.deepspeed, distributed.world_size())
 
-    from engine.training import train
+    from engine import preemption
+    from engine.training import Preempted, train
+    from engine.work_dir import Resume, saved_config
 
     distributed.init_distributed()
-    train(config)
+    if options.deepspeed_config is None:
+        with distributed.together():
+            config = saved_config(options.resume, overrides)
+    resume = None if options.resume is None else Resume(options.resume or None)
+    try:
+        train(config, resume)
+    except Preempted as stop:
+        if distributed.rank() == 0:
+            print(stop, flush=True)
+        leave(preemption.EXIT_CODE if stop.saved else 128 + preemption.NUMBER)
 
 
 if __name__ == "__main__":

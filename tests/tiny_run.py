@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 TINY = {
@@ -37,37 +36,63 @@ def merged(changes: dict[str, Any], base: dict[str, Any] = TINY) -> dict[str, An
     return result
 
 
-def train_tiny(changes: dict[str, Any]) -> dict[str, Any]:
-    """Train on this rank's process group; weights (whole), records, and what the work dir holds."""
+def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: str | None = None,
+               stop_after: int | None = None) -> dict[str, Any]:
+    """Train on this rank's process group; weights (whole), records, and what the work dir holds.
+
+    `stop_after` stops the run as a signal would, saved, after that step. `resume` goes on: "" from the newest
+    checkpoint of `work_dir`, or the folder to go on from.
+    """
     import contextlib
     import io
 
-    from engine import distributed, training
+    from engine import distributed, preemption, training
     from engine.config import parse_config
+    from engine.work_dir import Resume
     from engine.zero.whole_parameters import whole_state
 
     kept: dict[str, Any] = {}
-    build = training.build_run
+    build, asked = training.build_run, preemption.stop_asked
 
-    def keep(config: Any) -> Any:
-        kept["run"] = build(config)
+    def keep(*args: Any) -> Any:
+        kept["run"] = build(*args)
         return kept["run"]
 
-    work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
+    if work_dir is None and not resume:
+        work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
     training.build_run = keep
+    preemption.stop_asked = lambda: kept["run"].engine.global_steps == stop_after
+    metrics: dict[str, float] = {}
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            metrics = training.train(parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes))))
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            metrics = training.train(parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes))),
+                                     None if resume is None else Resume(resume or None))
+    except training.Preempted:
+        assert stop_after is not None
     finally:
-        training.build_run = build
-    run = kept["run"]
-    weights = {name: value.float().clone() for name, value in whole_state(run.engine.module)}
-    # `destroy` is what takes ZeRO's hooks off the process before the next run in it.
-    run.engine.destroy()
-    folder = Path(work_dir)
+        training.build_run, preemption.stop_asked = build, asked
+        if "run" in kept:
+            run = kept["run"]
+            weights = {name: value.float().clone() for name, value in whole_state(run.engine.module)}
+            # `destroy` is what takes ZeRO's hooks off the process before the next run in it.
+            run.engine.destroy()
+    folder = run.work_dir
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"weights": weights, "records": records, "metrics": metrics, "folder": work_dir,
-            "files": sorted(p.name for p in folder.rglob("*"))}
+    return {"weights": weights, "records": records, "metrics": metrics, "folder": str(folder), "mu": run_mu(run),
+            "files": sorted(p.name for p in folder.rglob("*")), "printed": printed.getvalue()}
+
+
+def saved_weights(path: Any, *, ema: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a checkpoint folder or weight file, and its meta."""
+    from engine.weights import read_weights, whole
+
+    tensors, meta = read_weights(path, ema=ema)
+    return {name: whole(value).clone() for name, value in tensors.items()}, meta
+
+
+def run_mu(run: Any) -> dict[str, float]:
+    return dict(run.optimizer.mu) if hasattr(run.optimizer, "mu") else {}
 
 
 def difference(first: dict[str, Any], second: dict[str, Any]) -> float:

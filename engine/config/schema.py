@@ -165,8 +165,14 @@ class RunSettings(Block):
     eval_backend: Literal["pycocotools", "faster-coco-eval"] = Field("pycocotools", description="who computes AP")
     eval_batch_size: int = Field(1, ge=1, description="images at a time in evaluation, on each rank")
     checkpoint_interval: float | None = Field(
-        None, ge=0, description="epochs between saved weights; 0 never, default: at the end")
-    keep_last: int = Field(2, ge=1, description="how many saved weights are kept")
+        1.0, ge=0, description="epochs between checkpoints, parts of one allowed, and at the end; 0 never, null: only at the end")
+    keep_last: int = Field(2, ge=1, description="how many checkpoints are kept")
+    keep_best: str | None = Field(
+        "auto", description="metric whose best checkpoint is kept as well; auto: the first one, null: none")
+    on_save_error: Literal["stop", "continue"] = Field(
+        "stop", description="what to do where a checkpoint cannot be written, such as on a full disk")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="decay of an average of the weights, kept on the fp32 shards, e.g. 0.9998")
     log_interval: int = Field(10, ge=1, description="optimizer steps between lines where the output is no terminal")
     max_nonfinite: int = Field(3, ge=1, description="non-finite losses in a row that stop the run")
     draw: int = Field(6, ge=0, le=64, description="validation images drawn at the end")

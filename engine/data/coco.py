@@ -26,6 +26,16 @@ class Classes(NamedTuple):
     def all(self) -> tuple[str, ...]:
         return self.things + self.stuff
 
+    def to_meta(self) -> dict[str, Any]:
+        """As files carry them, under mmdet's key `classes`."""
+        meta = {"classes": list(self.all), "category_ids": list(self.category_ids)}
+        return {**meta, "stuff": list(self.stuff)} if self.stuff else meta
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> "Classes":
+        names, stuff = tuple(meta["classes"]), tuple(meta.get("stuff", ()))
+        return cls(names[:len(names) - len(stuff)], stuff, tuple(meta.get("category_ids", range(1, len(names) + 1))))
+
 
 def read_annotations(path: str) -> dict[str, Any]:
     """The whole annotation file, checked for what any COCO reader needs."""

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Subset
 from engine.data.coco import DataError
 from engine.data.mmdet_coco import SeededDataset, Unreadable, load_sample
 from engine.data.order import RankMicroBatches
+from engine.preemption import ignore_in_loader
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -19,17 +20,18 @@ def collate(samples: Sequence[Any]) -> Any:
     return {key: [sample[key] for sample in samples] for key in samples[0]}
 
 
-def _single_threaded(_: int) -> None:
+def _begin_worker(_: int) -> None:
     import cv2
     import torch
 
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+    ignore_in_loader()
 
 
 def training_loader(dataset: Any, seed: int, micro_batches: RankMicroBatches, *, workers: int) -> DataLoader:
     return DataLoader(SeededDataset(dataset, seed), batch_sampler=micro_batches, collate_fn=collate,
-                      num_workers=workers, worker_init_fn=_single_threaded)
+                      num_workers=workers, worker_init_fn=_begin_worker)
 
 
 class _ByIndex:
@@ -47,7 +49,7 @@ def evaluation_loader(dataset: Any, *, rank: int, world: int, batch: int, worker
     """Images rank, rank + world, ...: each of the data set is on exactly one rank."""
     share = Subset(_ByIndex(dataset), range(rank, len(dataset), world))
     return DataLoader(share, batch_size=batch, collate_fn=collate, num_workers=workers,
-                      worker_init_fn=_single_threaded)
+                      worker_init_fn=_begin_worker)
 
 
 def readable(batches: DataLoader) -> Iterator[Any]:

@@ -22,6 +22,12 @@ class LiveLine:
                          bar_format="{desc} {percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} {postfix} ETA {remaining}") \
             if enabled and stream.isatty() else None
 
+    def advance(self, count: int) -> None:
+        """Several at once, without a text."""
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(count)
+
     def update(self, text: str = "") -> None:
         self._done += 1
         if not self._enabled:

@@ -40,6 +40,22 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
 
 
+def cut_records(source: Path, target: Path, *, last_step: int) -> None:
+    """The records of `source` up to a step, as `target` (which may be the same file): whole or not at all.
+
+    A run that was killed may leave half a line, and lines of steps that will be computed again.
+    """
+    kept = []
+    for line in source.read_text().splitlines() if source.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+    aside = target.with_name(target.name + ".part")
+    with _writing(target):
+        aside.write_text("".join(kept))
+        aside.replace(target)
+
+
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     """Write a whole file or none; `indent` for what people read."""
     aside = path.with_name(path.name + ".part")

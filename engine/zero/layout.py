@@ -71,6 +71,22 @@ class Layout:
         """The tensor that keys the optimizer state."""
         raise NotImplementedError
 
+    def held(self) -> list[Fragment]:
+        """The ranges whose master weights and optimizer state this rank keeps."""
+        return self.fragments
+
+    def shards(self) -> dict[int, Tensor]:
+        """The tensors of `held`, by number."""
+        return {fragment.shard: self.shard(fragment) for fragment in self.held()}
+
+    def publish(self) -> None:
+        """Carry changed master weights into the model's parameters, on all ranks."""
+        self.wrapper.update_lp_params()
+
+    def scaler(self) -> Any:
+        """Who holds the loss scale (cur_scale, cur_iter, ...), or None."""
+        return getattr(self.wrapper, "loss_scaler", None)
+
     def gradient(self, fragment: Fragment) -> Tensor | None:
         """The reduced gradient of the fragment, flat, still scaled and unclipped as DeepSpeed holds it."""
         raise NotImplementedError
@@ -115,6 +131,12 @@ class Replicated(Layout):
     def shard(self, fragment: Fragment) -> Tensor:
         return self.masters[fragment.param]
 
+    def held(self) -> list[Fragment]:
+        return [Fragment(i, 0, self.numel(i), i, 0) for i in range(len(self.params))]
+
+    def publish(self) -> None:
+        pass  # the master weights are the parameters
+
     def gradient(self, fragment: Fragment) -> Tensor | None:
         grad = self.params[fragment.param].grad
         return None if grad is None else grad.reshape(-1)[fragment.start:fragment.stop]
@@ -142,6 +164,13 @@ class ReplicatedMasters(Replicated):
         Layout.__init__(self, engine, [p for group in wrapper.fp16_groups for p in group],
                         [k for k, group in enumerate(wrapper.fp16_groups) for _ in group])
         self.masters = [p for group in wrapper.fp32_groups for p in group]
+
+    def publish(self) -> None:
+        for parameter, master in zip(self.params, self.masters):
+            parameter.data.copy_(master.data)
+
+    def scaler(self) -> Any:
+        return self.wrapper.loss_scale_config
 
     def factors(self, norm: float) -> tuple[float, float]:
         return Layout.factors(self, norm)
@@ -246,6 +275,14 @@ class Chunked(Layout):
 
     def shard(self, fragment: Fragment) -> Tensor:
         return self.wrapper.fp32_partitioned_groups_flat[fragment.shard]
+
+    def publish(self) -> None:
+        for k in range(len(self.wrapper.fp32_partitioned_groups_flat)):
+            self.wrapper._reassign_or_swap_out_partitioned_parameters(k)
+        persistent = self.wrapper.persistent_parameters
+        if persistent:  # whole on every rank: from the partitions again
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
 
     def gradient(self, fragment: Fragment) -> Tensor | None:
         length = fragment.stop - fragment.start

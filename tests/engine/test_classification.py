@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_run import TINY, difference, distance, merged, train_tiny
+from tiny_run import TINY, difference, distance, merged, saved_weights, train_tiny
 
 from engine.config import ConfigError, UserError, parse_config
 from engine.config.schema import ClassificationConfig, DetectorConfig
@@ -150,7 +150,7 @@ def scored_run():
 
     result = train_tiny(SCORED)
     folder = Path(result["folder"])
-    loaded = load_detector(str(folder / "checkpoints" / "step-000003.pth"), None, [])
+    loaded = load_detector(str(folder / "checkpoints" / "step-000003"), None, [])
     images = loaded.task.build_split("val", loaded.classes).dataset.listing.folder
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
@@ -183,11 +183,11 @@ def own_transform(picture):
 def own_logits(folder, pictures):
     import timm
 
-    content = torch.load(Path(folder) / "checkpoints" / "step-000003.pth", weights_only=True)
+    tensors, meta = saved_weights(folder)
     model = timm.create_model("convnext_atto", num_classes=6, **SMALL["detector"]["options"]).eval()
-    model.load_state_dict({name.removeprefix("backbone."): value for name, value in content["state_dict"].items()})
+    model.load_state_dict({name.removeprefix("backbone."): value for name, value in tensors.items()})
     logits = model(torch.stack([own_transform(picture) for picture in pictures]))
-    return logits, content["meta"]["dataset_meta"]["classes"]
+    return logits, meta["dataset_meta"]["classes"]
 
 
 def test_accuracy_is_that_of_an_independent_computation(scored):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import TINY, difference, distance, merged, train_tiny
+from tiny_run import TINY, difference, distance, merged, saved_weights, train_tiny
 
 BATCH_NORM = {"detector": {"options": {**TINY["detector"]["options"], "backbone.norm_cfg": {"type": "BN"}}}}
 
@@ -63,8 +63,11 @@ def test_ranks_score_and_save_the_mean_of_their_statistics(ranks):
     name = next(n for n in first if n.endswith("running_mean"))
     assert not torch.equal(first[name], second[name])
     joined = ranks.run(runs, 2, [merged({"run": {"checkpoint_interval": None}}, merged(BATCH_NORM))])
-    for rank in joined:
-        torch.testing.assert_close(rank[0]["weights"][name], (first[name] + second[name]) / 2)
+    saved = saved_weights(joined[0][0]["folder"])[0]
+    torch.testing.assert_close(saved[name], (first[name] + second[name]) / 2)
+    scored = ranks.run(runs, 2, [merged({"run": {"eval_interval": None, "draw": 0}}, merged(BATCH_NORM))])
+    for rank in scored:
+        torch.testing.assert_close(rank[0]["weights"][name], saved[name])
 
 
 def test_a_model_built_partitioned_starts_from_the_same_weights(ranks):
@@ -82,9 +85,12 @@ def test_frozen_parameters_stay(ranks, plain):
 
 
 def test_weights_are_saved_loaded_and_dropped_by_shape(ranks, tmp_path):
+    from engine.exporting import export_weights
+
     saved = ranks.run(runs, 2, [{"run": {"checkpoint_interval": None}, "zero_optimization": {"stage": 3}}])[0][0]
-    file = next(Path(saved["folder"]).glob("checkpoints/step-000003.pth"))
-    content = torch.load(file, weights_only=True)
+    file = Path(saved["folder"]) / "checkpoints" / "step-000003"
+    export_weights(str(file), tmp_path / "exported.pth")
+    content = torch.load(tmp_path / "exported.pth", weights_only=True)
     assert content["meta"]["dataset_meta"]["classes"][0] == "disk"
     assert difference(saved["weights"], content["state_dict"]) == 0
     content["state_dict"]["bbox_head.retina_cls.weight"] = torch.zeros(3, 16, 3, 3)

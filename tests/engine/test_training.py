@@ -47,7 +47,7 @@ def test_another_seed_gives_other_weights(ranks, reference):
 
 def refusals():
     from engine.config import ConfigError
-    from engine.training import check_deepspeed
+    from engine.building import check_deepspeed
 
     triangle = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     check_deepspeed({**triangle, "zero_optimization": {"stage": 2}})
@@ -67,11 +67,11 @@ def test_what_deepspeed_refuses_is_told_in_one_sentence_before_anything_is_built
 
 def test_a_work_dir_with_records_is_refused_and_one_that_failed_early_is_not(tmp_path):
     from engine.config import ConfigError, parse_config
-    from engine.training import new_work_dir
+    from engine.work_dir import open_work_dir
     from tiny_run import TINY, merged
 
     config = parse_config(merged({"run": {"work_dir": str(tmp_path)}}, TINY))
-    assert new_work_dir(config) == tmp_path.resolve() == new_work_dir(config)
+    assert open_work_dir(config, None) == (tmp_path.resolve(), None) == open_work_dir(config, None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="already holds a run"):
-        new_work_dir(config)
+        open_work_dir(config, None)

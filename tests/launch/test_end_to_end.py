@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
-from tiny_run import TINY, difference, merged
+from tiny_run import TINY, difference, merged, saved_weights
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 # Two steps find nothing that is sure: every box counts, so that there is something to compare and to draw.
@@ -49,7 +48,7 @@ def trained(tmp_path_factory):
 def followed(trained, tmp_path_factory):
     """Evaluation, inference and repetition, from other folders, two at a time."""
     folder, _ = trained
-    checkpoint = folder / "work" / "checkpoints" / "step-000002.pth"
+    checkpoint = folder / "work" / "checkpoints" / "step-000002"
     shapes = json.loads((folder / "work" / "config.json").read_text())["data"]["shapes"]
     from engine.data.shapes import ShapesSettings, write_shapes
 
@@ -84,7 +83,7 @@ def test_a_run_leaves_its_records_and_shows_a_table(trained):
     assert re.search(r"^\s+mAP\s+mAP_50\s+mAP_75", output, re.MULTILINE) and "ZeRO-2" in output
     assert "4 = 1 x 2 accumulated x 2 ranks" in output
     assert all(-1 <= value <= 1 for value in read(work / "eval.json").values())
-    assert [p.name for p in (work / "checkpoints").iterdir()] == ["step-000002.pth"]
+    assert {p.name for p in (work / "checkpoints").iterdir()} == {"step-000002", "latest", "best"}
     assert (work / "predictions.png").read_bytes()[:4] == (work / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -92,9 +91,7 @@ def test_the_saved_config_repeats_the_run_bit_for_bit(followed):
     folder, _ = followed
     assert records(folder / "again") == records(folder / "work")
     assert read(folder / "again" / "eval.json") == read(folder / "work" / "eval.json")
-    weights = [torch.load(folder / name / "checkpoints" / "step-000002.pth", weights_only=True)["state_dict"]
-               for name in ("work", "again")]
-    assert difference(*weights) == 0
+    assert difference(*(saved_weights(folder / name)[0] for name in ("work", "again"))) == 0
     first, second = (read(folder / name / "config.json") for name in ("work", "again"))
     assert first["run"].pop("work_dir") == str(folder / "work") and second["run"].pop("work_dir") == str(folder / "again")
     assert first == second
@@ -126,7 +123,7 @@ def test_inference_draws_every_image_and_writes_results_with_names(followed):
     assert {p.name for p in (folder / "found").iterdir()} == {"results.json"} | {f"{p.stem}.png" for p in photos}
     assert {r["file_name"] for r in results} == {p.name for p in photos} and len(results) == 2 * 20
     assert "40 objects with a score of at least 0 on 2 images" in output["infer"]
-    content = torch.load(folder / "work" / "checkpoints" / "step-000002.pth", weights_only=True)["meta"]
+    content = saved_weights(folder / "work")[1]
     names = dict(zip(content["dataset_meta"]["category_ids"], content["dataset_meta"]["classes"]))
     assert all(r["category"] == names[r["category_id"]] and len(r["bbox"]) == 4 for r in results)
     # The very objects that the run's evaluation found on these images (COCO's file names are image ids).

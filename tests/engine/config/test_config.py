@@ -289,7 +289,7 @@ def test_the_page_on_the_config_is_the_one_the_schema_gives():
     ("uninet_g_htcx_coco", 480, 2, 11, 1.5e-4), ("uninet_g_htcx_o365", 32, 2, 20, 8e-5), ("uninet_g_in22k", 640, 8, 150, 5e-3)])
 def test_the_papers_runs_have_the_papers_numbers(name, world, micro, epochs, lr):
     """And DeepSpeed takes their keys (asked for one rank, as there is no process group here)."""
-    from engine.training import check_deepspeed
+    from engine.building import check_deepspeed
 
     config = load_config(name, [])
     assert solve_batch(config.deepspeed, world).micro == micro

@@ -1,0 +1,79 @@
+"""From what a user names to a checkpoint that is whole: a work dir, its `checkpoints`, one `step-N`, a universal folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from engine import distributed
+from engine.checkpoints import store
+from engine.checkpoints.errors import CheckpointError
+from engine.checkpoints.manifest import NAME as MANIFEST
+from engine.checkpoints.manifest import Manifest
+from engine.checkpoints.universal import LAYOUT as UNIVERSAL
+from engine.checkpoints.universal import UniversalFolder
+from engine.checkpoints.zero_folder import ZeroFolder
+
+Checkpoint = ZeroFolder | UniversalFolder
+
+
+@dataclass(frozen=True)
+class Found:
+    checkpoint: Checkpoint
+    skipped: list[str]  # one sentence for each damaged one that was passed over
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """One checkpoint folder, every file of it checked; all ranks share the work."""
+    failure, manifest = None, None
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointError as error:
+        failure = str(error)
+    if manifest is not None:
+        damage = manifest.damage(path, part=distributed.rank(), parts=distributed.world_size())
+        failure = damage and f"checkpoint {path} is damaged: {damage}"
+    failure = next((text for text in distributed.all_gather_objects(failure) if text), None)
+    if failure is not None:
+        raise CheckpointError(failure)
+    return (UniversalFolder if manifest.layout == UNIVERSAL else ZeroFolder)(path, manifest)
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """`checkpoints` of a work dir; the folder itself where it already is one."""
+    return path if store.saved_steps(path) else path / "checkpoints"
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> Found | None:
+    """The newest whole checkpoint of a folder; None where none was ever saved."""
+    steps = distributed.broadcast_object(store.saved_steps(folder))
+    skipped: list[str] = []
+    for step in reversed(steps):
+        try:
+            return Found(open_checkpoint(folder / store.tag_of(step)), skipped)
+        except CheckpointError as error:
+            skipped.append(str(error))
+            say(f"skipped: {error}")
+    if steps:
+        raise CheckpointError(f"no checkpoint in {folder} is whole; the newest: {skipped[0]}")
+    return None
+
+
+def find_checkpoint(name: str | Path, say: Callable[[str], None] = lambda _: None) -> Found:
+    """The checkpoint of a work dir (its newest), of a `checkpoints` folder, or the one named."""
+    path = Path(name).expanduser()
+    if path.name in (store.LATEST, store.BEST) and path.is_file():  # a tag in a file, as DeepSpeed writes it
+        path = path.with_name(path.read_text().strip())
+    # As rank 0 sees it: ranks that took different ways would wait for each other.
+    exists, is_one = distributed.broadcast_object(
+        (path.is_dir(), (path / MANIFEST).exists() or path.name.startswith("step-")))
+    if not exists:
+        raise CheckpointError(f"checkpoint folder {path} does not exist")
+    if is_one:
+        return Found(open_checkpoint(path), [])
+    found = newest(checkpoints_folder(path), say)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint: give a work dir, a folder step-N in its checkpoints, or a "
+                              "universal folder")
+    return found

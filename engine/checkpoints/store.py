@@ -1,0 +1,63 @@
+"""The folder `checkpoints` of a work dir: names, which is newest, making one current in one step, and cleaning up."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from engine.checkpoints.files import sync_folder
+
+LATEST = "latest"      # DeepSpeed's name and form: the tag of the newest checkpoint
+BEST = "best"          # the same for the best one
+_ASIDE, _GONE = ".saving-", ".removing-"
+
+
+def tag_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps with a finished or damaged checkpoint, ascending; what is still being written does not count."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(r"step-(\d{6,})", path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def open_aside(folder: Path, tag: str) -> Path:
+    """An empty folder to write into, beside the checkpoints; leftovers of a killed run go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name.startswith((_ASIDE, _GONE)):
+            shutil.rmtree(path, ignore_errors=True)
+    aside = folder / (_ASIDE + tag)
+    aside.mkdir()
+    return aside
+
+
+def make_current(folder: Path, aside: Path, tag: str) -> None:
+    """Rename the whole folder into place. One of the same step (damaged, or of a run gone back) is replaced."""
+    sync_folder(aside)
+    target = folder / tag
+    if target.exists():
+        target.rename(folder / (_GONE + tag))
+    aside.rename(target)
+    sync_folder(folder)
+    shutil.rmtree(folder / (_GONE + tag), ignore_errors=True)
+    write_tag(folder / LATEST, tag)
+
+
+def prune(folder: Path, *, keep_last: int, keep: int | None) -> None:
+    """Remove all but the newest `keep_last` and the step `keep`: first out of the names, then from the disk."""
+    for step in saved_steps(folder)[:-keep_last]:
+        if step != keep:
+            gone = folder / (_GONE + tag_of(step))
+            (folder / tag_of(step)).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def write_tag(path: Path, tag: str) -> None:
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(tag)
+    aside.replace(path)

@@ -1,0 +1,168 @@
+"""A checkpoint as a run saved it: DeepSpeed's files of every rank, read by parameter, state and range.
+
+Each rank leaves beside DeepSpeed's files one of ours that says which range of which parameter lies where in its shards.
+So any range can be read from the files that hold it, on any number of ranks and at any stage, without a conversion in
+between and without holding more than the range.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.errors import CheckpointError
+from engine.checkpoints.files import read_file
+from engine.checkpoints.manifest import Manifest
+from engine.zero.stored import WEIGHTS, StoredShard, is_partitioned, stored_shards
+
+CLIENT_KEY = "gigadet"
+AGVM_KEY = "agvm"
+EMA = "ema"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
+class ZeroFolder:
+    """One folder `step-N`, its manifest already checked."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.parameters = {name: tuple(shape) for name, shape in manifest.parameters.items()}
+        self.aliases = dict(manifest.aliases)
+        self._names = list(self.parameters)
+        self._shards: dict[int, list[StoredShard]] = {}
+        self._ranks: dict[int, dict[str, Any]] = {}
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def describe(self) -> str:
+        return f"ZeRO-{self.manifest.stage}, {self.manifest.world} ranks, {self.manifest.precision}"
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        """What the run noted: config, classes, loss scale, counters."""
+        return self._model_states(0)[CLIENT_KEY]
+
+    @property
+    def agvm(self) -> dict[str, Any] | None:
+        return self._model_states(0).get(AGVM_KEY)
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Which states every parameter has beside its master weights, such as exp_avg; EMA weights among them."""
+        shard = self._shard(*self._places[self._names[0]][0][:2])
+        own = tuple(sorted(key for key, value in shard.state.items() if is_partitioned(value, shard.weights)))
+        return (*own, EMA) if EMA in self._rank(0) else own
+
+    def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
+        """A range of a flattened parameter, or of a state of it. Not to be written to: it may be the mapped file."""
+        parts = []
+        for rank, shard, offset, low, high in self._places[name]:
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                values = self._flat(rank, shard, state)
+                parts.append(values[offset + first - low:offset + last - low])
+        if sum(part.numel() for part in parts) != stop - start:
+            raise CheckpointError(f"checkpoint {self.folder} does not hold all of {state} of {name}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        """States of the parameter as a whole, such as step."""
+        rank, shard, *_ = self._places[name][0]
+        found = self._shard(rank, shard)
+        return {key: value for key, value in found.state.items()
+                if value is not None and not is_partitioned(value, found.weights)}
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """Frozen parameters and buffers by name. Statistics that ranks gathered apart are their mean."""
+        states = self._model_states(0)
+        shapes = states.get("frozen_param_shapes") or {}
+        joined = self._joined_statistics()
+        known = {*self.parameters, *self.aliases}
+        frozen = {} if self.manifest.stage < 3 else shapes
+        for name, value in states["module"].items():
+            if name not in known and name not in frozen:
+                yield name, joined.get(name, value)
+        for name, shape in frozen.items():
+            parts = [self._model_states(rank)["frozen_param_fragments"][name].flatten()
+                     for rank in range(self.manifest.world)]
+            yield name, torch.cat(parts)[:shape.numel()].view(shape)
+
+    def counters(self) -> dict[str, Any]:
+        """What DeepSpeed and the run noted beside tensors of the model's size."""
+        return {**{key: value for key, value in self._model_states(0).items()
+                   if key not in ("module", "optimizer", "frozen_param_fragments")}, "optimizer": None}
+
+    def common_optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's param groups, and what DeepSpeed keeps once for all parameters."""
+        file = self._file(0, "_optim_states.pt")
+        content = read_file(self.folder / file)["optimizer_state_dict"] if file else self._model_states(0)["optimizer"]
+        base = content.get("base_optimizer_state") or content.get("optimizer_state_dict") or content
+        sharded = ("base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
+                   "fp32_groups", "param_slice_mappings", "state")
+        return {**{key: value for key, value in content.items() if key not in sharded},
+                "param_groups": base["param_groups"]}
+
+    def statistics(self, rank: int) -> dict[str, Tensor]:
+        """Batch-norm statistics that one rank of the run gathered alone; empty where all had the same."""
+        return self._rank(rank)["statistics"]
+
+    def _joined_statistics(self) -> dict[str, Tensor]:
+        world = self.manifest.world
+        return {name: torch.stack([self.statistics(rank)[name].double() for rank in range(world)]).mean(0).to(value.dtype)
+                for name, value in self.statistics(0).items()}
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[int, int, int, int, int]]]:
+        """For every parameter: rank, shard, offset in it, start and stop in the parameter, in ascending order."""
+        places: dict[str, list] = {name: [] for name in self._names}
+        for rank in range(self.manifest.world):
+            for param, start, stop, shard, offset in self._rank(rank)["fragments"].tolist():
+                places[self._names[param]].append((rank, shard, offset, start, stop))
+        for found in places.values():
+            found.sort(key=lambda place: place[3])
+        return places
+
+    def _flat(self, rank: int, shard: int, state: str) -> Tensor:
+        if state == EMA:
+            return self._rank(rank)[EMA][shard].reshape(-1)
+        found = self._shard(rank, shard)
+        return (found.weights if state == WEIGHTS else found.state[state]).reshape(-1)
+
+    def _shard(self, rank: int, shard: int) -> StoredShard:
+        if rank not in self._shards:
+            file = self._file(rank, "_optim_states.pt")
+            self._shards[rank] = stored_shards(self.manifest.layout, self._names, self._model_states(rank),
+                                               read_file(self.folder / file) if file else None)
+        return self._shards[rank][shard]
+
+    def _rank(self, rank: int) -> dict[str, Any]:
+        if rank not in self._ranks:
+            self._ranks[rank] = read_file(self.folder / rank_file(rank))
+        return self._ranks[rank]
+
+    def _model_states(self, rank: int) -> Mapping[str, Any]:
+        """Only ZeRO-3 has a file for each rank."""
+        rank = rank if self.manifest.stage == 3 else 0
+        if rank not in self._model:
+            self._model[rank] = read_file(self.folder / self._file(rank, "_model_states.pt"))
+        return self._model[rank]
+
+    @cached_property
+    def _model(self) -> dict[int, Mapping[str, Any]]:
+        return {}
+
+    def _file(self, rank: int, ending: str) -> str | None:
+        """DeepSpeed's file of a rank, whatever it puts before the rank's number."""
+        names = [name for name in self.manifest.files if name.endswith(ending)]
+        own = [name for name in names if f"zero_pp_rank_{rank}_mp" in name]
+        return own[0] if own else (names[0] if names and ending == "_model_states.pt" else None)

@@ -1,0 +1,118 @@
+"""Out of a checkpoint: one weight file for mmdet, timm or anyone, an mmdet config beside it, or a universal folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Sequence
+
+import torch
+
+from engine.checkpoints import CheckpointError
+from engine.checkpoints.finding import find_checkpoint
+from engine.checkpoints.reading import state_dict
+from engine.checkpoints.universal import UniversalFolder, write_universal
+from engine.config import RunConfig
+from engine.config.load import parse_config
+from engine.data.coco import Classes, test_pipeline
+from engine.monitoring.live import LiveLine
+from engine.weights import META_KEY, Stored, save_weights, whole
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_universal(source: str, out: Path) -> None:
+    checkpoint = find_checkpoint(source, say=print).checkpoint
+    if isinstance(checkpoint, UniversalFolder):
+        raise CheckpointError(f"{checkpoint.folder} is in the universal format already")
+    total = sum(math.prod(shape) for shape in checkpoint.parameters.values())
+    line = LiveLine(total=total, label="universal", interval=total)
+    write_universal(checkpoint, out, line.advance)
+    line.close()
+    print(f"written {out}: {len(checkpoint.parameters)} parameters with {', '.join(('fp32', *checkpoint.states))}, "
+          f"step {checkpoint.step}", flush=True)
+
+
+def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "float32") -> list[Path]:
+    """One `.pth` or `.safetensors`, and for a detector an mmdet config of the same name; returns what was written."""
+    if out.suffix not in (".pth", ".safetensors"):
+        raise CheckpointError(f"--out {out} must end in .pth or .safetensors")
+    checkpoint = find_checkpoint(source, say=print).checkpoint
+    stored = state_dict(checkpoint, ema=ema)
+    line = LiveLine(total=len(stored), label="export", interval=max(1, len(stored)))
+    tensors: dict[str, torch.Tensor] = {}
+    shared: dict[int, torch.Tensor] = {}
+    for name, value in stored.items():
+        tensor = _converted(value, TYPES[dtype], shared)
+        tensors[name] = tensor
+        line.update()
+    line.close()
+    meta = {**checkpoint.meta, "ema": ema}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix == ".pth":
+            save_weights(out, tensors, meta)
+        else:
+            _save_safetensors(out, tensors, meta)
+        written = [out]
+        config = parse_config(dict(meta["config"]))
+        if config.data.task != "classification":
+            written.append(_write_mmdet_config(out.with_suffix(".py"), config, meta["dataset_meta"]))
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written ({error.strerror or error})") from None
+    return written
+
+
+def _converted(value: Any, dtype: torch.dtype, shared: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A copy of its own in the wanted type; names of one parameter stay one tensor."""
+    if isinstance(value, Stored) and id(value) in shared:
+        return shared[id(value)]
+    tensor = whole(value)
+    tensor = tensor.to(dtype if isinstance(value, Stored) and tensor.is_floating_point() else tensor.dtype, copy=True)
+    if isinstance(value, Stored):
+        shared[id(value)] = tensor
+    return tensor
+
+
+def _save_safetensors(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():  # the format has no shared tensors
+        apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    aside = path.with_suffix(".part")
+    save_file(apart, str(aside), metadata={"format": "pt", META_KEY: json.dumps(meta)})
+    aside.replace(path)
+
+
+def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, Any]) -> Path:
+    """What mmdet's `init_detector` and `inference_detector` need: the model as built, and how images are prepared."""
+    from mmengine.config import Config
+
+    from engine.detector import model_config
+    from engine.mmdet_setup import import_mmdet
+
+    import_mmdet()
+    classes = Classes.from_meta(dataset_meta)
+    model = model_config(config.detector, classes)
+    content: dict[str, Any] = {
+        "default_scope": "mmdet", "model": model,
+        "test_dataloader": {"dataset": {"type": "CocoDataset", "metainfo": {"classes": tuple(classes.all)},
+                                        "pipeline": test_pipeline(config.data)}}}
+    if _uses_ours(model):
+        content["custom_imports"] = {"imports": ["models.registry"], "allow_failed_imports": False}
+    Config(content).dump(str(path))
+    return path
+
+
+def _uses_ours(node: Any) -> bool:
+    from mmdet.registry import MODELS
+
+    if isinstance(node, dict):
+        kind = node.get("type")
+        found = MODELS.get(kind) if isinstance(kind, str) else kind
+        return getattr(found, "__module__", "").startswith("models.") or any(_uses_ours(value) for value in node.values())
+    return any(_uses_ours(value) for value in node) if isinstance(node, Sequence) and not isinstance(node, str) else False

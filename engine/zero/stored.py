@@ -1,0 +1,87 @@
+"""Shards in DeepSpeed's files, and back from named values into the shards of a running engine.
+
+The files of every wrapper hold the same two things in different places: flat master weights, and the optimizer's state
+of each. A shard's number is the one that the layout of the saving run gave it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.zero.layout import Fragment, Layout
+
+WEIGHTS = "fp32"  # the name of master weights among the states, as in DeepSpeed's universal format
+
+# The loss scale as every wrapper's scaler keeps it, as far as it has it.
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class StoredShard(NamedTuple):
+    weights: Tensor
+    state: Mapping[str, Any]
+
+
+def stored_shards(layout: str, names: Sequence[str], model_states: Mapping[str, Any],
+                  zero_states: Mapping[str, Any] | None) -> list[StoredShard]:
+    """The shards in one rank's files. `layout` is the class name of the saving run's layout, `names` its parameters."""
+    if layout == "Replicated":
+        state = model_states["optimizer"]["state"]
+        weights = [model_states["module"][name] for name in names]
+    elif layout == "ReplicatedMasters":
+        state = model_states["optimizer"]["optimizer_state_dict"]["state"]
+        weights = [p for group in model_states["optimizer"]["fp32_groups"] for p in group]
+    elif layout in ("ZeroOneTwo", "BF16"):
+        content = zero_states["optimizer_state_dict"]
+        state, weights = content["base_optimizer_state"]["state"], content["single_partition_of_fp32_groups"]
+    elif layout == "Chunked":
+        content = zero_states["optimizer_state_dict"]
+        state, weights = content["optimizer_state_dict"]["state"], content["fp32_flat_groups"]
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    return [StoredShard(flat.detach(), state.get(k, {})) for k, flat in enumerate(weights)]
+
+
+def is_partitioned(value: Any, weights: Tensor) -> bool:
+    """Whether an entry of an optimizer's state belongs to the elements of a shard, and not to the shard as a whole."""
+    # Saved weights come without the padding at their end, their state comes with it.
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= weights.numel() > 0
+
+
+@torch.no_grad()
+def fill(layout: Layout, names: Sequence[str], optimizer: torch.optim.Optimizer, *,
+         states: Sequence[str], read: Callable[[str, str, int, int], Tensor],
+         scalars: Callable[[str], Mapping[str, Any]], progress: Callable[[int], None]) -> None:
+    """Fill this rank's shards, and the optimizer's state of them, range by range.
+
+    `read(name, state, start, stop)` gives a range of a flattened parameter's master weights or of a state of it.
+    """
+    shards = layout.shards()
+    for shard in shards.values():
+        state = optimizer.state[shard]
+        for key in [key for key in state if key not in states and isinstance(state[key], Tensor)]:
+            del state[key]
+        for key in states:
+            if not isinstance(state.get(key), Tensor) or state[key].shape != shard.shape:
+                state[key] = torch.zeros_like(shard, memory_format=torch.preserve_format)
+    for fragment in layout.held():
+        name, shard = names[fragment.param], shards[fragment.shard]
+        _put(shard, fragment, read(name, WEIGHTS, fragment.start, fragment.stop))
+        for key in states:
+            _put(optimizer.state[shard][key], fragment, read(name, key, fragment.start, fragment.stop))
+        for key, value in scalars(name).items():
+            own = optimizer.state[shard].get(key)
+            # Each shard its own tensor: an optimizer counts in place.
+            optimizer.state[shard][key] = torch.as_tensor(value, dtype=own.dtype, device=own.device).clone() \
+                if isinstance(own, Tensor) else value.clone() if isinstance(value, Tensor) else value
+        progress(fragment.stop - fragment.start)
+    layout.publish()
+
+
+def _put(target: Tensor, fragment: Fragment, values: Tensor) -> None:
+    if values.numel() == target.numel():
+        target.copy_(values.view(target.shape))
+    else:
+        target.view(-1)[fragment.offset:fragment.offset + values.numel()].copy_(values)

@@ -1,0 +1,42 @@
+"""Turn a checkpoint, of any ZeRO stage and number of ranks, into one weight file, or into DeepSpeed's universal format.
+
+  python launch/export.py work_dirs/RUN detector.pth              # the newest whole checkpoint; also writes detector.py,
+                                                                  # an mmdet config: init_detector("detector.py", "detector.pth")
+  python launch/export.py work_dirs/RUN/checkpoints/best detector.safetensors --dtype bfloat16
+  python launch/export.py work_dirs/RUN/checkpoints/step-000384 averaged.pth --ema
+  python launch/export.py work_dirs/RUN universal/ --universal    # zero/NAME/{fp32,exp_avg,...}.pt
+"""
+
+from launch.command import parser, run_command
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("checkpoint", help="a work dir (its newest checkpoint), one of its checkpoints, or a universal folder")
+    arguments.add_argument("out", help="file to write, .pth or .safetensors; with --universal a folder")
+    arguments.add_argument("--ema", action="store_true", help="the averaged weights (run.ema) instead of the last ones")
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                           help="type of the weights (default float32); buffers keep theirs")
+    arguments.add_argument("--universal", action="store_true",
+                           help="the whole training state in DeepSpeed's universal format, parameter by parameter")
+    options = arguments.parse_args()
+    run_command(lambda: _export(options))
+
+
+def _export(options) -> None:
+    from pathlib import Path
+
+    from engine.distributed import import_deepspeed
+
+    import_deepspeed()
+    from engine.exporting import export_universal, export_weights
+
+    if options.universal:
+        export_universal(options.checkpoint, Path(options.out))
+        return
+    written = export_weights(options.checkpoint, Path(options.out), ema=options.ema, dtype=options.dtype)
+    print(f"written {', '.join(str(path) for path in written)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
