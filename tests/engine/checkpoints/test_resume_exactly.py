@@ -17,7 +17,7 @@ OPTIMIZERS = {
 COSTS = ("images_per_second", "seconds", "memory_gb")
 
 
-def settings(optimizer: str, stage: int, **changes) -> dict:
+def settings(optimizer: str, stage: int, /, **changes) -> dict:
     return merged(changes, merged({
         "zero_optimization": {"stage": stage}, "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
         "schedule": {"steps": STEPS, "warmup_steps": 2, "decay": "cosine"}, "run": {"checkpoint_interval": 1.0, "ema": 0.9}}))

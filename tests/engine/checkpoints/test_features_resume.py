@@ -1,0 +1,196 @@
+"""What else a checkpoint carries: rank-local statistics, half precision, loss scale, frozen and shared parameters,
+evaluations that were still to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from test_resume_exactly import results, same, settings, straight_and_broken
+from tiny_run import TINY, merged, saved_weights, train_tiny
+
+BATCH_NORM = {"detector": {"options": {
+    **{key: value for key, value in TINY["detector"]["options"].items() if key != "backbone.norm_cfg"},
+    "backbone.norm_cfg": {"type": "BN"}}}}
+FROZEN = {"detector": {"frozen": ["backbone.conv1", "backbone.layer1", "neck.lateral_convs"]}}
+CASES = {
+    "statistics of each rank": (2, settings("SGD", 2, **BATCH_NORM)),
+    "statistics at ZeRO-3": (2, settings("SGD", 3, **BATCH_NORM)),
+    "bf16 at stage 0": (2, settings("AdamW", 0, bf16={"enabled": True})),
+    "bf16 at stage 1": (2, settings("AGVMAdamW", 1, bf16={"enabled": True})),
+    "bf16 with fp32 accumulation": (2, settings("AdamW", 1, bf16={"enabled": True},
+                                                data_types={"grad_accum_dtype": "fp32"})),
+    "bf16 at stage 3": (2, settings("AGVMSGD", 3, bf16={"enabled": True})),
+    "frozen at ZeRO-2": (2, settings("AdamW", 2, **FROZEN)),
+    "frozen at ZeRO-3": (2, settings("AdamW", 3, **FROZEN)),
+    "built partitioned": (2, settings("AdamW", 3, detector={"zero_init": True})),
+    "round robin": (2, settings("SGD", 2, zero_optimization={"stage": 2, "round_robin_gradients": True})),
+    "offloaded": (2, settings("AdamW", 2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})),
+    "offloaded at ZeRO-3": (2, settings("AdamW", 3, zero_optimization={"stage": 3, "sub_group_size": 5000,
+                                                                       "offload_optimizer": {"device": "cpu"}})),
+    "clipping": (2, settings("AGVMAdamW", 2, gradient_clipping=0.1)),
+    "one rank": (1, settings("AGVMSGD", 1)),
+    "no momentum": (2, settings("SGD", 2, optimizer={"params": {"lr": 0.01}})),
+    "four ranks": (4, settings("AGVMAdamW", 3)),
+}
+
+
+def compare(changes: dict, stop: int = 2) -> tuple:
+    straight, broken = straight_and_broken(changes, [stop])
+    return results(straight), results(broken), straight["weights"], broken["weights"], straight["folder"], broken["folder"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interrupted_is_uninterrupted(ranks, case):
+    world, changes = CASES[case]
+    for ours, theirs, first, second, *_ in ranks.run(compare, world, changes):
+        assert ours == theirs and same(first, second)
+
+
+def compare_fp16(changes: dict) -> tuple:
+    """DeepSpeed refuses fp16 on most CPUs."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    supported, accelerator.is_fp16_supported = accelerator.is_fp16_supported, lambda self: True
+    try:
+        return compare(changes)
+    finally:
+        accelerator.is_fp16_supported = supported
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_loss_scale_goes_on_where_it_was(ranks, stage):
+    # A first scale that overflows, and one that rises every second step.
+    fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+    for ours, theirs, first, second, *_ in ranks.run(compare_fp16, 2, settings("AdamW", stage, fp16=fp16)):
+        assert ours == theirs and same(first, second)
+        assert len({record["loss_scale"] for record in ours}) > 1
+
+
+def compare_shared(changes: dict) -> tuple:
+    """The first convolutions of both branches of the head are one parameter."""
+    from engine.detection import Detection
+
+    build = Detection.build_model
+
+    def tied(self, classes):
+        model = build(self, classes)
+        model.bbox_head.reg_convs[0].conv.weight = model.bbox_head.cls_convs[0].conv.weight
+        return model
+
+    Detection.build_model = tied
+    try:
+        return compare(changes)
+    finally:
+        Detection.build_model = build
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_shared_parameters_stay_shared_and_are_saved_under_all_names(ranks, stage, tmp_path):
+    from engine.exporting import export_weights
+
+    ours, theirs, first, second, _, folder = ranks.run(compare_shared, 2, settings("SGD", stage))[0]
+    assert ours == theirs and same(first, second)
+    names = ("bbox_head.cls_convs.0.conv.weight", "bbox_head.reg_convs.0.conv.weight")
+    for file in ("shared.pth", "shared.safetensors"):
+        export_weights(folder, tmp_path / file)
+        tensors = saved_weights(tmp_path / file)[0]
+        assert same({name: tensors[name].float() for name in first}, first) and tensors[names[0]].equal(tensors[names[1]])
+
+
+def interrupted_in_evaluation(changes: dict) -> tuple:
+    """A run killed inside its evaluation at step 3: the checkpoint is there, the evaluation is not."""
+    from engine import distributed, training
+
+    straight = train_tiny(changes)
+    report = training.evaluate_and_report
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
+    training.evaluate_and_report = killed
+    with contextlib.suppress(KeyboardInterrupt, UnboundLocalError):
+        train_tiny(changes, work_dir=work_dir)
+    training.evaluate_and_report = report
+    broken = train_tiny(changes, work_dir=work_dir, resume="")
+    # And once more from its end: nothing is computed twice.
+    again = train_tiny(changes, work_dir=work_dir, resume="")
+    return straight, broken, again
+
+
+def evaluations(outcome: dict) -> list[dict]:
+    return [json.loads(line) for line in (Path(outcome["folder"]) / "evaluations.jsonl").read_text().splitlines()]
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(ranks):
+    changes = settings("SGD", 2, **BATCH_NORM, run={"eval_interval": 1.0, "draw": 0})
+    straight, broken, again = ranks.run(interrupted_in_evaluation, 2, changes)[0]
+    assert [e["step"] for e in evaluations(straight)] == [3, 6]
+    assert evaluations(straight) == evaluations(broken) == evaluations(again)
+    assert results(straight) == results(broken) == results(again)
+    assert same(straight["weights"], broken["weights"]) and same(straight["weights"], again["weights"])
+    assert straight["metrics"] == broken["metrics"] == again["metrics"] != {}
+
+
+def longer(changes: dict, more: dict) -> tuple:
+    first = train_tiny(changes)
+    return first, train_tiny(merged(more, changes), work_dir=first["folder"], resume="")
+
+
+def test_a_finished_run_goes_on_when_its_schedule_is_extended(ranks):
+    first, second = ranks.run(longer, 2, settings("SGD", 2), {"schedule": {"steps": 8}})[0]
+    assert [record["step"] for record in second["records"]] == list(range(1, 9))
+    assert results(first) == results(second)[:6]
+    assert "changed, from here on   schedule.steps: 6 -> 8" in second["printed"]
+
+
+def averaged_later(changes: dict) -> tuple:
+    first = train_tiny(merged({"run": {"ema": None}}, changes), stop_after=2)
+    return train_tiny(changes, work_dir=first["folder"], resume=""), first["weights"]
+
+
+def test_an_average_that_is_switched_on_later_begins_at_the_weights_of_that_step(ranks):
+    outcome, _ = ranks.run(averaged_later, 2, settings("SGD", 2, schedule={"steps": 3}))[0]
+    average, weights = saved_weights(outcome["folder"], ema=True)[0], saved_weights(outcome["folder"])[0]
+    assert any(not torch.equal(average[name], weights[name]) for name in weights)
+
+
+def own_average(changes: dict) -> tuple:
+    """The average of a run, and one computed by hand from the weights after every step."""
+    from engine import training
+    from engine.zero.whole_parameters import whole_state
+
+    seen: list[dict] = []
+    record = training.step_record
+
+    def watch(run, step, *args, **kwargs):
+        seen.append({name: value.double().clone() for name, value in whole_state(run.engine.module)})
+        return record(run, step, *args, **kwargs)
+
+    training.step_record = watch
+    try:
+        outcome = train_tiny(changes)
+    finally:
+        training.step_record = record
+    return outcome["folder"], seen
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_average_is_the_one_computed_by_hand(ranks, stage):
+    start = ranks.run(own_average, 2, settings("SGD", stage, schedule={"steps": 1, "warmup_steps": 0},
+                                               optimizer={"params": {"lr": 0.0}}))[0][1][0]
+    folder, seen = ranks.run(own_average, 2, settings("SGD", stage))[0]
+    average = dict(start)
+    for step, weights in enumerate(seen, 1):
+        decay = min(0.9, (1 + step) / (10 + step))
+        average = {name: decay * average[name] + (1 - decay) * weights[name] for name in weights}
+    saved = saved_weights(folder, ema=True)[0]
+    assert len(saved) == len(average)
+    for name, value in saved.items():
+        torch.testing.assert_close(value.double(), average[name], rtol=1e-5, atol=1e-7)
