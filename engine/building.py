@@ -159,7 +159,7 @@ def go_on(run: Run, checkpoint: Checkpoint) -> None:
     run.start = checkpoint.step
     with distributed.together():
         if distributed.rank() == 0:
-            source = checkpoint.folder.parent.parent
+            source = checkpoint.folder.parent.parent.resolve()
             carry_records(run.work_dir, source, run.start)
             if source == run.work_dir:
                 set_aside_newer(checkpoint.folder.parent, run.start, say)

@@ -53,7 +53,7 @@ def whole(value: "torch.Tensor | Stored") -> torch.Tensor:
 
 def read_weights(path: str | Path, *, ema: bool = False) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The state dict of a file or of a checkpoint folder and, of one of ours, its `meta`: step, class names, config."""
-    if Path(path).expanduser().is_dir():
+    if Path(path).expanduser().is_dir() or Path(path).name in ("latest", "best"):  # which name a folder
         from engine.checkpoints.reading import read_checkpoint
 
         return read_checkpoint(path, ema=ema)

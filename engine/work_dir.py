@@ -47,7 +47,7 @@ def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Check
         return _make(path), None
     if resume.source is not None:
         checkpoint = find_checkpoint(resume.source, say).checkpoint
-        own = None if isinstance(checkpoint, UniversalFolder) else checkpoint.folder.resolve().parent.parent
+        own = None if isinstance(checkpoint, UniversalFolder) else checkpoint.folder.parent.parent.resolve()
         path = Path(config.run.work_dir).resolve() if config.run.work_dir else own or _default(config)
         if path != own:
             _refuse_used(path)

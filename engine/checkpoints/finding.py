@@ -62,7 +62,7 @@ def newest(folder: Path, say: Callable[[str], None]) -> Found | None:
 
 def find_checkpoint(name: str | Path, say: Callable[[str], None] = lambda _: None) -> Found:
     """The checkpoint of a work dir (its newest), of a `checkpoints` folder, or the one named."""
-    path = Path(name).expanduser()
+    path = Path(name).expanduser().absolute()
     if path.name in (store.LATEST, store.BEST) and path.is_file():  # a tag in a file, as DeepSpeed writes it
         path = path.with_name(path.read_text().strip())
     # As rank 0 sees it: ranks that took different ways would wait for each other.
