@@ -14,6 +14,7 @@ from torch import nn
 from engine import distributed
 from engine.activation_checkpointing import checkpoint_blocks
 from engine.config import BatchPlan, ConfigError, RunConfig, UserError, solve_batch
+from engine.config.recipe import explain
 from engine.data.build import Split
 from engine.data.coco import Classes, DataError, landscape_flags
 from engine.data.loader import training_loader
@@ -102,6 +103,8 @@ def build_run(config: RunConfig) -> Run:
         say(f"config  {work_dir / 'config.json'}")
         for key, value in config.to_json().items():
             say(f"  {key}: {value}")
+        for line in explain(config):
+            say(line)
     task = task_of(config)
     with distributed.together():
         train, val, classes = task.build_data()

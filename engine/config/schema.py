@@ -174,6 +174,7 @@ class RunSettings(Block):
 
 class RunConfig(Block):
     name: str
+    recipe: str | None = None
     detector: DetectorConfig
     data: DataConfig
     optimizer: OptimizerConfig
@@ -194,5 +195,6 @@ class RunConfig(Block):
 
     def to_json(self) -> dict[str, Any]:
         """The file that repeats this run: DeepSpeed's keys first, then our blocks."""
-        blocks = self.model_dump(exclude={"deepspeed", "name"})
-        return {"name": self.name, **self.deepspeed, **blocks}
+        recipe = {"recipe": self.recipe} if self.recipe is not None else {}
+        blocks = self.model_dump(exclude={"deepspeed", "name", "recipe"})
+        return {"name": self.name, **recipe, **self.deepspeed, **blocks}
