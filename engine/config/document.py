@@ -52,7 +52,8 @@ def _default(value: Any) -> str:
 
 
 def page() -> str:
-    sections = [("detector", schema.DetectorConfig), ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
+    sections = [("detector", schema.DetectorConfig), ("detector.ablation", schema.AblationConfig),
+                ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
                 ("data.shapes", schema.ShapesConfig), ("data.classification", schema.ClassificationConfig),
                 ("optimizer", schema.OptimizerConfig), ("optimizer.paramwise", schema.ParamwiseConfig),
                 ("schedule", schema.ScheduleConfig), ("run", schema.RunSettings)]

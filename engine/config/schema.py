@@ -15,6 +15,12 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class AblationConfig(Block):
+    no_fpn: bool = Field(False, description="heads on the backbone's last map instead of a pyramid")
+    independent_heads: bool = Field(False, description="a dense head (RetinaNet's, or the RPN) of its own for every level")
+    ignored_pixels: float = Field(0.0, ge=0, lt=1, description="share of pixels left out of the dense head's loss")
+
+
 class DetectorConfig(Block):
     config: str = Field(
         description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)")
@@ -24,6 +30,7 @@ class DetectorConfig(Block):
     drop_mismatched: bool = Field(
         False, description="leave out tensors of load_from with another shape, such as heads for other classes")
     frozen: list[str] = Field([], description="prefixes of parameters that are not trained")
+    ablation: AblationConfig = Field(AblationConfig(), description="the paper's ablations (docs/recipes.md)")
     sync_bn: bool = Field(False, description="batch-norm statistics over all ranks")
     checkpoint_activations: list[str] = Field([], description="prefixes whose blocks are recomputed in backward")
     zero_init: bool = Field(False, description="build the model already partitioned (ZeRO-3, models that do not fit)")
@@ -188,6 +195,8 @@ class RunConfig(Block):
         if classifier and self.data.task != "classification":
             raise ValueError(f'detector.config "{self.detector.config}" is a classifier but data.task is '
                              f'"{self.data.task}": set data.task to "classification"')
+        if classifier and self.detector.ablation != AblationConfig():
+            raise ValueError(f'detector.ablation is for detectors, and "{self.detector.config}" is a classifier: remove it')
         if self.data.task == "classification" and not classifier:
             raise ValueError(f'data.task is "classification" but detector.config "{self.detector.config}" is no '
                              'classifier: give one of timm, such as "timm::resnet18"')
