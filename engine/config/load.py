@@ -58,8 +58,8 @@ def find_config(name: str) -> Path:
 def _shipped(pattern: str) -> list[str]:
     import ds_configs
 
-    return sorted(str(path.relative_to(folder).with_suffix("")) for folder in ds_configs.__path__
-                  for path in Path(folder).glob(pattern))
+    return sorted({str(path.relative_to(folder).with_suffix("")) for folder in ds_configs.__path__
+                   for path in Path(folder).glob(pattern)})
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -72,6 +72,8 @@ def explain(config: RunConfig) -> list[str]:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "left out"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
