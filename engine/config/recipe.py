@@ -15,6 +15,7 @@ _ABSENT = object()
 # Of each pair a run takes one: a length in steps of the user's own leaves no room for the recipe's epochs.
 _EITHER = ({"schedule.epochs", "schedule.steps"}, {"schedule.warmup_epochs", "schedule.warmup_steps"})
 _SPLITS = ("data.train", "data.val")  # one's own training data is not scored on COCO's validation
+_BELONGING = {"detector.config": "detector.", "data.dataset": "data."}  # what belongs to a model, and to a data set
 # Where "auto" means the recipe's value. mmdet's and DeepSpeed's own keys have their own meaning of the word.
 _OURS = ("detector", "data", "optimizer", "schedule")
 _FOREIGN = ("detector.options", "data.augmentation")
@@ -33,18 +34,16 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
     data = copy.deepcopy(data)
     for key in [key for pair in _EITHER for key in pair if value_at(data, key, _ABSENT) is None]:
         _remove(data, key)  # a saved config writes the one that was not given as null
-    own_model = _own(data, "detector.config", recipe, batch)
+    values = {setting.key: setting.value for setting in recipe.settings(batch)} | recipe.files()
     own_rule = _own(data, "optimizer.type", recipe, batch)
     if own_rule:
-        raise ConfigError(f'optimizer.type is "{own_rule}" but recipe "{name}" has another learning rate than that needs: '
-                          f'leave the type out, or name another recipe{nearest(_other_rule(recipe, own_rule), recipe_names())}')
-    values = {setting.key: setting.value for setting in recipe.settings(batch)} | recipe.files()
-    if own_model:  # options and weights belong to the recipe's model
-        values = {key: value for key, value in values.items() if not key.startswith("detector.")}
-    if value_at(data, "data.dataset", "coco") == "shapes" or any(_is_given(data, split) for split in _SPLITS):
-        values = {key: value for key, value in values.items() if key not in _SPLITS}
+        raise ConfigError(f'recipe "{name}" trains with {values["optimizer.type"]} but optimizer.type is "{own_rule}": leave the '
+                          f'type out, or name another recipe{nearest(_other_rule(recipe, own_rule), recipe_names())}')
+    skipped = _without_say(data, recipe, batch)
+    if any(_is_given(data, split) for split in _SPLITS):
+        skipped.update(_SPLITS)
     for key, value in values.items():
-        if _is_free(data, key):
+        if key not in skipped and _is_free(data, key):
             _put(data, key, copy.deepcopy(value))
     for key in _autos(data):
         raise ConfigError(f'{key} is "auto" but recipe "{name}" has no value for it: give one')
@@ -58,9 +57,9 @@ def explain(config: RunConfig) -> list[str]:
     data, batch = config.to_json(), config.deepspeed["train_batch_size"]
     lines = [f"recipe  {config.recipe} at batch {batch}"]
     recipe = find_recipe(config.recipe)
-    own_model = _own(data, "detector.config", recipe, batch)
+    skipped = _without_say(data, recipe, batch)
     for setting in recipe.settings(batch):
-        if own_model and setting.key.startswith("detector.") and setting.key != "detector.config":
+        if setting.key in skipped:
             continue
         given = value_at(data, setting.key)
         rule = setting.rule + _SOURCES[setting.source]
@@ -99,6 +98,13 @@ def _own(data: Mapping[str, Any], key: str, recipe: Recipe, batch: int) -> Any:
     given = value_at(data, key)
     theirs = next(setting.value for setting in recipe.settings(batch) if setting.key == key)
     return given if given not in (None, AUTO, theirs) else None
+
+
+def _without_say(data: Mapping[str, Any], recipe: Recipe, batch: int) -> set[str]:
+    """Keys that the recipe leaves alone: options and weights belong to its model, image sizes and files to its data set."""
+    keys = [setting.key for setting in recipe.settings(batch)] + list(recipe.files())
+    blocks = tuple(block for key, block in _BELONGING.items() if _own(data, key, recipe, batch))
+    return {key for key in keys if key.startswith(blocks)} - {*_BELONGING, "data.task"}
 
 
 def _other_rule(recipe: Recipe, kind: Any) -> str:

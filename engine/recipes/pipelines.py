@@ -30,6 +30,7 @@ _ADE20K = {split: {"annotations": f"annotations/{folder}", "images": f"images/{f
 class Pipeline:
     config: str  # of detector.config; of a ResNet-50 where other backbones can be put in
     task: str
+    dataset: str = "coco"  # the layout of its files
     files: Files
     training: Mapping[str, Training]  # by the optimizer's name in a recipe
     backbones: tuple[str, ...] = ("r18", "r50", "swin_t")  # none where the model has its own
@@ -38,7 +39,8 @@ class Pipeline:
 
     def settings(self) -> list[Setting]:
         return [Setting("detector.config", self.config, "the recipe's pipeline"),
-                Setting("data.task", self.task, "the recipe's pipeline"), *self.further]
+                Setting("data.task", self.task, "the recipe's pipeline"),
+                Setting("data.dataset", self.dataset, "the recipe's pipeline"), *self.further]
 
 
 # The paper trains only Faster R-CNN with AdamW.
@@ -75,8 +77,13 @@ PIPELINES = {
         config="mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", task="panoptic", files=_PANOPTIC,
         training={"sgd": coco_sgd(Epochs(14)), "adamw": _BORROWED_ADAMW}),
     "semantic_fpn": Pipeline(
-        config="semantic_fpn_r50", task="semantic", files=_ADE20K, backbones=("r18", "r50"),
-        training={"sgd": _SEMANTIC_SGD}),
+        config="semantic_fpn_r50", task="semantic", dataset="ade20k", files=_ADE20K, backbones=("r18", "r50"),
+        training={"sgd": _SEMANTIC_SGD},
+        further=(
+            Setting("data.scale", [2048, 512], "as mmseg trains it", "ours"),
+            Setting("data.train_scales", [[1024, 256], [4096, 1024]], "as mmseg trains it", "ours"),
+            Setting("data.augmentation", [{"type": "VariedCrop", "size": [512, 512]}, {"type": "PhotoMetricDistortion"}],
+                    "as mmseg trains it", "ours"))),
     "uninet_g_htcx": Pipeline(
         config="uninet_g_htcx", task="instance", files=_INSTANCES, backbones=(), weights="weights/uninet_g_htcx_o365.pth",
         training={"adamw": _UNINET_ADAMW},

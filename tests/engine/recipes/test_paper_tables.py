@@ -142,7 +142,8 @@ BORROWED = dict.fromkeys(("lr", "warmup_epochs", "decay", "weight_decay", "gradi
 
 @pytest.mark.parametrize("recipe, batch, expected", [
     ("faster_rcnn_r50_agvm_sgd", 256, {**R50, **MULTISTEP, "momentum": "code"}),
-    ("semantic_fpn_r50_agvm_sgd", 512, {**R50, "momentum": "code", "warmup": "ours"}),
+    ("semantic_fpn_r50_agvm_sgd", 512, {
+        **R50, "momentum": "code", "warmup": "ours", "data.scale": "ours", "data.train_scales": "ours", "data.augmentation": "ours"}),
     ("faster_rcnn_swin_t_agvm_adamw", 1024, {**MULTISTEP, "paramwise.norm_decay": "ours"}),
     ("faster_rcnn_r50_agvm_adamw", 1536, {**R50, **MULTISTEP, **BORROWED}),  # the table is Swin's; 12 epochs are its own
     ("mask_rcnn_swin_t_agvm_adamw", 256, {**MULTISTEP, **BORROWED, "epochs": "ours", "paramwise.norm_decay": "ours"}),
