@@ -222,17 +222,18 @@ def test_a_classifier_has_no_ablations():
                       "data": {"dataset": "shapes", "task": "classification"}})
 
 
-def _two_ranks(changes):
+def _train(changes):
     result = train_tiny(changes)
     return {"records": result["records"], "weights": result["weights"]}
 
 
 def test_the_ablated_detector_trains_with_agvm_alike_on_one_rank_and_two(ranks):
     """Random pixels belong to the micro-batch, whoever computes it."""
-    changes = {"detector": {"ablation": {"no_fpn": True, "independent_heads": True, "ignored_pixels": 0.75}},
+    # With a pyramid: of the nine pixels of one level, a half batch may keep none that has an object.
+    changes = {"detector": {"ablation": {"independent_heads": True, "ignored_pixels": 0.75}},
                "zero_optimization": {"stage": 2}, "optimizer": {"type": "AGVMSGD", "params": {
                    "lr": 0.01, "tau": 1, "start_step": 0, "anchor": "bbox_head"}}}
-    one, two = (ranks.run(_two_ranks, world, changes)[0] for world in (1, 2))
+    one, two = (ranks.run(_train, world, changes)[0] for world in (1, 2))
     assert [record["step"] for record in one["records"]] == [1, 2, 3]
     for a, b in zip(one["records"], two["records"]):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and set(a["phi"]) == {"backbone", "neck", "bbox_head"}
