@@ -17,6 +17,7 @@ from engine.checkpoints.compare import check_config
 from engine.checkpoints.finding import Checkpoint
 from engine.checkpoints.resuming import carry_records, restore, set_aside_newer
 from engine.config import BatchPlan, ConfigError, RunConfig, solve_batch
+from engine.config.recipe import explain
 from engine.data.build import Split
 from engine.data.coco import Classes, landscape_flags
 from engine.data.order import GlobalBatches
@@ -104,6 +105,8 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         say(f"config  {work_dir / 'config.json'}")
         for key, value in config.to_json().items():
             say(f"  {key}: {value}")
+        for line in explain(config):
+            say(line)
     task = task_of(config)
     with distributed.together():
         train, val, classes = task.build_data()

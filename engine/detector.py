@@ -39,6 +39,8 @@ def model_config(config: DetectorConfig, classes: Classes) -> Any:
     """The mmdet model dictionary as it will be built."""
     from mmengine.config import Config
 
+    from models.ablations.apply import apply_ablations
+
     path = config_path(config.config)
     try:
         full = Config.fromfile(str(path))
@@ -53,6 +55,10 @@ def model_config(config: DetectorConfig, classes: Classes) -> Any:
         full.merge_from_dict({f"model.{key}": value for key, value in config.options.items()})
     except (KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"detector.options do not fit the model ({error})") from None
+    try:
+        apply_ablations(full.model, **config.ablation.model_dump())
+    except ValueError as error:
+        raise ConfigError(f"detector.ablation.{error}") from None
     return full.model
 
 

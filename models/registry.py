@@ -1,5 +1,6 @@
 """Importing this registers everything of ours with mmdet and timm. mmdet's own modules come first."""
 
+import models.ablations.heads
 import models.htcx.box_head
 import models.htcx.pyramid
 import models.htcx.roi_head

@@ -17,6 +17,9 @@ A file in `ds_configs` is a DeepSpeed config: DeepSpeed's own keys keep their ow
 out). Beside them stand the blocks below. `train_batch_size`, `train_micro_batch_size_per_gpu` and
 `gradient_accumulation_steps` may be left out or `"auto"`, as long as total = micro x accumulation x ranks can be solved.
 
+`"recipe": "faster_rcnn_r50_agvm_sgd"` names a run of the paper: what the file leaves out or sets to `"auto"` then follows
+from the recipe's rules and `train_batch_size` ([recipes.md](recipes.md)).
+
 Any value can be changed from the command line: `--set schedule.epochs=3`, `--set 'data.scale=[640,480]'`,
 `--set detector.options.backbone.depth=50`. Paths are relative to the current directory, those of `data.train` and
 `data.val` to `data.root`; `~` and `$VARIABLES` are expanded. The resolved config is saved as `config.json` in the work
@@ -49,7 +52,8 @@ def _default(value: Any) -> str:
 
 
 def page() -> str:
-    sections = [("detector", schema.DetectorConfig), ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
+    sections = [("detector", schema.DetectorConfig), ("detector.ablation", schema.AblationConfig),
+                ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
                 ("data.shapes", schema.ShapesConfig), ("data.classification", schema.ClassificationConfig),
                 ("optimizer", schema.OptimizerConfig), ("optimizer.paramwise", schema.ParamwiseConfig),
                 ("schedule", schema.ScheduleConfig), ("run", schema.RunSettings)]

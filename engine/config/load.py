@@ -10,9 +10,13 @@ from typing import Any, Sequence
 from pydantic import ValidationError
 
 from engine.config.errors import ConfigError, nearest
+from engine.config.keys import split_key
+from engine.config.recipe import fill_recipe
 from engine.config.schema import RunConfig
 
-BLOCKS = ("name", "detector", "data", "optimizer", "schedule", "run")
+BLOCKS = ("name", "recipe", "detector", "data", "optimizer", "schedule", "run")
+
+PAPER = Path("paper")  # below ds_configs: a file for every row of the paper's tables
 
 # DeepSpeed reads its top-level keys one by one and ignores any other in silence, so the check is ours (0.19.8).
 DEEPSPEED_KEYS = frozenset("""
@@ -41,17 +45,34 @@ def find_config(name: str) -> Path:
     import ds_configs  # a namespace package: it holds JSON files only
 
     # Not for any other folder: a slip in the path of one's own quickstart.json must not run ours.
-    for folder in ds_configs.__path__ if path.parent in (Path("."), Path("ds_configs")) else ():
-        for candidate in (Path(folder) / path.name, Path(folder) / f"{path.name}.json"):
+    inside = path.relative_to("ds_configs") if path.is_relative_to("ds_configs") else path
+    for folder in ds_configs.__path__ if inside.parent in (Path("."), PAPER) else ():
+        for candidate in (Path(folder) / inside, Path(folder) / f"{inside}.json"):
             if candidate.is_file():
                 return candidate
-    shipped = sorted(p.stem for folder in ds_configs.__path__ for p in Path(folder).glob("*.json"))
-    raise ConfigError(f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}'
-                      + nearest(path.stem, shipped))
+    shipped, rows = _shipped("*.json"), _shipped(f"{PAPER}/*.json")
+    raise ConfigError(f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
+                      f"paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}")
+
+
+def _shipped(pattern: str) -> list[str]:
+    import ds_configs
+
+    return sorted({str(path.relative_to(folder).with_suffix("")) for folder in ds_configs.__path__
+                   for path in Path(folder).glob(pattern)})
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_config(name)
+    data = load_json(path)
+    for override in overrides:
+        apply_override(data, override)
+    data.setdefault("name", path.stem)
+    return parse_config(data)
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds, as it stands."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except UnicodeDecodeError:
@@ -62,10 +83,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(data).__name__}")
-    for override in overrides:
-        apply_override(data, override)
-    data.setdefault("name", path.stem)
-    return parse_config(data)
+    return data
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -90,11 +108,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         value = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError:
         value = text
-    parts = key.split(".")
-    # Below these, keys themselves hold dots: they are written whole.
-    for whole in (["detector", "options"], ["optimizer", "paramwise", "lr_mult"]):
-        if parts[:len(whole)] == whole and len(parts) > len(whole) + 1:
-            parts = whole + [".".join(parts[len(whole):])]
+    parts = split_key(key)
     node = data
     for depth, part in enumerate(parts[:-1]):
         if node.get(part) is None:  # a saved config writes what was not given as null
@@ -115,6 +129,7 @@ def parse_config(data: dict[str, Any]) -> RunConfig:
     unknown = [key for key in data if key not in DEEPSPEED_KEYS and key not in BLOCKS]
     if unknown:
         raise ConfigError(f'unknown key "{unknown[0]}"{nearest(unknown[0], (*DEEPSPEED_KEYS, *BLOCKS))}')
+    data = dict(fill_recipe(data))
     blocks = {key: data.pop(key) for key in BLOCKS if key in data}
     _check_deepspeed(data)
     try:

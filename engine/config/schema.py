@@ -15,6 +15,12 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class AblationConfig(Block):
+    no_fpn: bool = Field(False, description="heads on the backbone's last map instead of a pyramid")
+    independent_heads: bool = Field(False, description="a dense head (RetinaNet's, or the RPN) of its own for every level")
+    ignored_pixels: float = Field(0.0, ge=0, lt=1, description="share of pixels left out of the dense head's loss")
+
+
 class DetectorConfig(Block):
     config: str = Field(
         description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)")
@@ -24,6 +30,7 @@ class DetectorConfig(Block):
     drop_mismatched: bool = Field(
         False, description="leave out tensors of load_from with another shape, such as heads for other classes")
     frozen: list[str] = Field([], description="prefixes of parameters that are not trained")
+    ablation: AblationConfig = Field(AblationConfig(), description="the paper's ablations (docs/recipes.md)")
     sync_bn: bool = Field(False, description="batch-norm statistics over all ranks")
     checkpoint_activations: list[str] = Field([], description="prefixes whose blocks are recomputed in backward")
     zero_init: bool = Field(False, description="build the model already partitioned (ZeRO-3, models that do not fit)")
@@ -180,6 +187,7 @@ class RunSettings(Block):
 
 class RunConfig(Block):
     name: str
+    recipe: str | None = None
     detector: DetectorConfig
     data: DataConfig
     optimizer: OptimizerConfig
@@ -193,6 +201,8 @@ class RunConfig(Block):
         if classifier and self.data.task != "classification":
             raise ValueError(f'detector.config "{self.detector.config}" is a classifier but data.task is '
                              f'"{self.data.task}": set data.task to "classification"')
+        if classifier and self.detector.ablation != AblationConfig():
+            raise ValueError(f'detector.ablation is for detectors, and "{self.detector.config}" is a classifier: remove it')
         if self.data.task == "classification" and not classifier:
             raise ValueError(f'data.task is "classification" but detector.config "{self.detector.config}" is no '
                              'classifier: give one of timm, such as "timm::resnet18"')
@@ -200,5 +210,6 @@ class RunConfig(Block):
 
     def to_json(self) -> dict[str, Any]:
         """The file that repeats this run: DeepSpeed's keys first, then our blocks."""
-        blocks = self.model_dump(exclude={"deepspeed", "name"})
-        return {"name": self.name, **self.deepspeed, **blocks}
+        recipe = {"recipe": self.recipe} if self.recipe is not None else {}
+        blocks = self.model_dump(exclude={"deepspeed", "name", "recipe"})
+        return {"name": self.name, **recipe, **self.deepspeed, **blocks}

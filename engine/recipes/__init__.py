@@ -1,0 +1,9 @@
+"""The paper's settings as functions of the batch size (appendix A.5), by name: PIPELINE_BACKBONE[_agvm]_OPTIMIZER.
+
+Nothing here reads a JSON: `engine.config.recipe` fills one in from what `find_recipe` gives.
+"""
+
+from engine.recipes.recipe import Recipe, find_recipe, recipe_names
+from engine.recipes.setting import Setting
+
+__all__ = ["Recipe", "Setting", "find_recipe", "recipe_names"]

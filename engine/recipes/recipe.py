@@ -1,0 +1,64 @@
+"""A recipe: one pipeline on one backbone with one optimizer, with AGVM or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from engine.recipes.backbones import BACKBONES, Backbone
+from engine.recipes.pipelines import PIPELINES, Pipeline
+from engine.recipes.setting import Setting
+from engine.recipes.training import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    name: str
+    pipeline: Pipeline
+    backbone: Backbone | None  # None: the pipeline's own
+    training: Training
+    agvm: bool
+
+    def settings(self, batch: int) -> list[Setting]:
+        """Every value of a run at this batch size, in the order in which they are told."""
+        backbone = self.backbone.settings() if self.backbone else []
+        return [*self.pipeline.settings(), *backbone, *map(self._longer, self.training.settings(batch, agvm=self.agvm))]
+
+    def _longer(self, setting: Setting) -> Setting:
+        extra = self.backbone.extra_epochs if self.backbone else 0
+        if setting.key != "schedule.epochs" or not extra:
+            return setting
+        return setting._replace(value=setting.value + extra, rule=f"{setting.value}, and {extra} more with this backbone")
+
+    def files(self) -> dict[str, Any]:
+        """Where data and first weights lie if the user does not say: names of files, which no rule gives."""
+        weights = self.backbone.weights if self.backbone else self.pipeline.weights
+        return {"data.train": self.pipeline.files["train"], "data.val": self.pipeline.files["val"],
+                "detector.load_from": weights}
+
+
+@cache
+def _recipes() -> dict[str, Recipe]:
+    found = {}
+    for pipeline_name, pipeline in PIPELINES.items():
+        for backbone_name in pipeline.backbones or (None,):
+            backbone = BACKBONES[backbone_name] if backbone_name else None
+            for optimizer, training in pipeline.training.items():
+                if backbone_name == "swin_t" and optimizer == "sgd":
+                    continue  # nobody trains it so, the paper neither
+                if backbone and backbone.table != optimizer:
+                    training = training.borrowed()
+                for agvm in (True, False):
+                    name = "_".join(filter(None, (pipeline_name, backbone_name, "agvm" if agvm else None, optimizer)))
+                    found[name] = Recipe(name=name, pipeline=pipeline, backbone=backbone, training=training, agvm=agvm)
+    return found
+
+
+def recipe_names() -> list[str]:
+    return list(_recipes())
+
+
+def find_recipe(name: str) -> Recipe:
+    """KeyError for a name that is none of `recipe_names`."""
+    return _recipes()[name]

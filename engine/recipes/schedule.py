@@ -1,0 +1,95 @@
+"""Length of a run, warm-up and decay, as functions of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.recipes.setting import Setting, Source
+
+
+class Part(Protocol):
+    """A part of a schedule, whatever it is counted in."""
+
+    def settings(self, batch: int) -> list[Setting]:
+        ...
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The same number of passes over the data at every batch size."""
+
+    epochs: int
+    source: Source = "paper"
+
+    def settings(self, batch: int) -> list[Setting]:
+        return [Setting("schedule.epochs", self.epochs, "the same at every batch", self.source)]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The same number of images at every batch size, counted in optimizer steps."""
+
+    images: int
+
+    def settings(self, batch: int) -> list[Setting]:
+        return [Setting("schedule.steps", max(1, round(self.images / batch)), f"{self.images} images / {batch}")]
+
+
+@dataclass(frozen=True)
+class WarmupEpochs:
+    """Epochs of warm-up from a batch size on: ((1, 1), (129, 2)) is one epoch, and two from batch 129 on.
+
+    The paper prints rows at 32, 256, 512 and 1024; where it changes between them is ours.
+    """
+
+    from_batch: tuple[tuple[int, int], ...]
+    shape: str = "exponential"
+    source: Source = "paper"
+    shape_source: Source = "code"
+
+    def settings(self, batch: int) -> list[Setting]:
+        epochs = [epochs for start, epochs in self.from_batch if batch >= start][-1]
+        steps = ", ".join([f"{self.from_batch[0][1]}", *(f"{n} from batch {start} on" for start, n in self.from_batch[1:])])
+        return [Setting("schedule.warmup_epochs", epochs, f"epochs: {steps}", self.source),
+                Setting("schedule.warmup", self.shape, "from 0.001 of the learning rate", self.shape_source)]
+
+
+@dataclass(frozen=True)
+class WarmupSteps:
+    """A number of steps that shrinks from a batch size on, so that no more images are warmed up on."""
+
+    steps: int
+    to_batch: int
+
+    def settings(self, batch: int) -> list[Setting]:
+        steps = max(1, round(self.steps * min(1.0, self.to_batch / batch)))
+        rule = f"{self.steps} steps to batch {self.to_batch}, as many images beyond"
+        return [Setting("schedule.warmup_steps", steps, rule),
+                Setting("schedule.warmup", "linear", "from 0.001 of the learning rate", "ours")]
+
+
+@dataclass(frozen=True)
+class MultiStep:
+    """A tenth of the learning rate from each share of the run on."""
+
+    milestones: tuple[float, ...]
+    milestones_source: Source  # the paper says "MultiStep" and no more
+    source: Source = "paper"
+
+    def settings(self, batch: int) -> list[Setting]:
+        shares = " and ".join(f"{m:g}" for m in self.milestones)
+        return [Setting("schedule.decay", "multistep", "MultiStep", self.source),
+                Setting("schedule.milestones", list(self.milestones), f"a tenth from {shares} of the run on",
+                        self.milestones_source)]
+
+
+@dataclass(frozen=True)
+class Poly:
+    """(1 - step / steps)^power."""
+
+    power: float
+
+    def settings(self, batch: int) -> list[Setting]:
+        return [Setting("schedule.decay", "poly", "(1 - step / steps)^power"),
+                Setting("schedule.power", self.power, "Poly's exponent")]

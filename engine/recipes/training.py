@@ -1,0 +1,64 @@
+"""How a pipeline is trained with one optimizer: the rules of this package put together, and the paper's two sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Mapping
+
+from engine.recipes.agvm import Interval
+from engine.recipes.learning_rate import ScalingLaw
+from engine.recipes.schedule import MultiStep, Part, WarmupEpochs
+from engine.recipes.setting import Setting, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    optimizer: str  # of torch; AGVM's has the same name behind "AGVM"
+    law: ScalingLaw
+    length: Part
+    warmup: Part
+    decay: Part
+    weight_decay: float
+    clip_beyond: int | None = None  # clip gradients to norm 1 at batches beyond this one
+    source: Source = "paper"  # of weight decay and clipping
+    params: Mapping[str, Any]
+    interval: Interval = Interval()
+
+    def settings(self, batch: int, *, agvm: bool) -> list[Setting]:
+        kind = f"AGVM{self.optimizer}" if agvm else self.optimizer
+        found = [Setting("optimizer.type", kind, "the recipe's name"), self.law.setting(batch),
+                 Setting("optimizer.params.weight_decay", self.weight_decay, "at every batch", self.source)]
+        # Momentum and the like: torch's form, to which the paper's learning rates belong.
+        found += [Setting(f"optimizer.params.{key}", value, "at every batch", "code") for key, value in self.params.items()]
+        if agvm:
+            found += self.interval.settings(batch)
+        for part in (self.length, self.warmup, self.decay):
+            found += part.settings(batch)
+        return [*found, self._clipping(batch)]
+
+    def borrowed(self) -> "Training":
+        """The same numbers where the paper's table is of other models."""
+        return replace(self, source="ours", law=replace(self.law, start_source="ours", source="ours"),
+                       warmup=replace(self.warmup, source="ours"), decay=replace(self.decay, source="ours"))
+
+    def _clipping(self, batch: int) -> Setting:
+        if self.clip_beyond is None:
+            return Setting("gradient_clipping", 0.0, "none", self.source)
+        value = 1.0 if batch > self.clip_beyond else 0.0
+        return Setting("gradient_clipping", value, f"1.0 beyond batch {self.clip_beyond}, none up to it", self.source)
+
+
+# Where the authors' configs of 16 epochs drop the learning rate: epochs 12 and 14.
+_DECAY = MultiStep((0.75, 0.875), "code")
+
+
+def coco_sgd(length: Part, *, law: ScalingLaw = ScalingLaw(name="SGD", lr=0.04)) -> Training:
+    """The table of SGD on Faster R-CNN, Mask R-CNN and Panoptic FPN with a CNN."""
+    return Training(optimizer="SGD", law=law, length=length, warmup=WarmupEpochs(((1, 1), (129, 2))),
+                    decay=_DECAY, weight_decay=1e-4, params={"momentum": 0.9})
+
+
+def coco_adamw(length: Part, *, law: ScalingLaw = ScalingLaw(name="AdamW", lr=2e-4, doubling=1.5)) -> Training:
+    """The table of AdamW on Faster R-CNN with a Transformer."""
+    return Training(optimizer="AdamW", law=law, length=length, warmup=WarmupEpochs(((1, 1), (129, 2), (1024, 3))),
+                    decay=_DECAY, weight_decay=0.05, clip_beyond=128, params={})

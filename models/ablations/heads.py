@@ -1,0 +1,73 @@
+"""RetinaNet's head and the RPN with layers of their own for every level, or blind to a share of the pixels."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from mmdet.models.dense_heads import RetinaHead, RPNHead
+from mmdet.registry import MODELS
+from mmengine.model import ModuleList
+from torch import Tensor
+
+
+class _IndependentLevels:
+    """`independent_levels`: one set of layers per level instead of one for all, so that no level adds to another's batch."""
+
+    shared: type  # the head as mmdet has it
+
+    def __init__(self, *args: Any, independent_levels: bool = False, **kwargs: Any) -> None:
+        self.independent_levels = independent_levels
+        if not independent_levels:
+            super().__init__(*args, **kwargs)
+            return
+        # The levels' heads initialise themselves, which torch's own ModuleList would not let them; this one only puts
+        # their outputs together and has the losses.
+        super().__init__(*args, **{**kwargs, "init_cfg": None})
+        self.levels = ModuleList(self.shared(*args, **kwargs) for _ in range(self.prior_generator.num_levels))
+
+    def _init_layers(self) -> None:
+        if not self.independent_levels:
+            super()._init_layers()
+
+    def forward(self, features: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+        if not self.independent_levels:
+            return super().forward(features)
+        outputs = [head.forward_single(feature) for head, feature in zip(self.levels, features, strict=True)]
+        return tuple(list(output) for output in zip(*outputs))
+
+
+class _IgnoredPixels:
+    """`ignored_pixels`: the share of pixels, drawn anew for every image and level, whose anchors are left out of the loss.
+
+    The sums are divided by the remaining share, so that the loss keeps its expected value (ours: the paper does not say).
+    """
+
+    def __init__(self, *args: Any, ignored_pixels: float = 0.0, **kwargs: Any) -> None:
+        self.ignored_pixels = ignored_pixels
+        super().__init__(*args, **kwargs)
+
+    def loss_by_feat_single(self, cls_score: Tensor, bbox_pred: Tensor, anchors: Tensor, labels: Tensor,
+                            label_weights: Tensor, bbox_targets: Tensor, bbox_weights: Tensor, avg_factor: Any) -> tuple:
+        if self.ignored_pixels:
+            images, _, height, width = cls_score.shape
+            kept = torch.rand(images, height * width, device=cls_score.device) >= self.ignored_pixels
+            kept = kept.repeat_interleave(label_weights.shape[1] // kept.shape[1], dim=1)  # a pixel's anchors are neighbours
+            label_weights = label_weights * kept
+            bbox_weights = bbox_weights * kept.unsqueeze(-1)
+            avg_factor = avg_factor * (1 - self.ignored_pixels)
+        return super().loss_by_feat_single(cls_score, bbox_pred, anchors, labels, label_weights, bbox_targets, bbox_weights,
+                                           avg_factor)
+
+
+@MODELS.register_module()
+class AblatedRetinaHead(_IgnoredPixels, _IndependentLevels, RetinaHead):
+    shared = RetinaHead
+
+
+@MODELS.register_module()
+class AblatedRPNHead(_IgnoredPixels, _IndependentLevels, RPNHead):
+    shared = RPNHead
+
+
+ABLATED = {"RetinaHead": "AblatedRetinaHead", "RPNHead": "AblatedRPNHead"}

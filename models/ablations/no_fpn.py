@@ -1,0 +1,46 @@
+"""No pyramid: the heads see the backbone's last feature map only.
+
+A 1x1 convolution brings it to the pyramid's width, so that the heads stay what they are, and the anchors of all levels
+stand on it, as on the C4 detectors from before pyramids. Both are our reading: the paper says "remove FPN and only adopt
+the final-level feature map to perform detection".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def remove_fpn(model: Any) -> None:
+    """Change an mmdet model dictionary in place; ValueError where there is no FPN that could go."""
+    neck, backbone = model.get("neck"), model["backbone"]
+    if not isinstance(neck, dict) or neck.get("type") != "FPN":
+        found = neck.get("type") if isinstance(neck, dict) else neck
+        raise ValueError(f"no_fpn takes mmdet's FPN away, but the neck of this detector is {found}")
+    if "semantic_head" in model:
+        raise ValueError("no_fpn leaves one level, but the semantic head of this detector joins several")
+    heads = [model[name] for name in ("bbox_head", "rpn_head") if name in model]
+    if any(head.get("anchor_generator", {}).get("type") != "AnchorGenerator" for head in heads):
+        raise ValueError("no_fpn moves the anchors of all levels to the last one, but this detector has no such anchors")
+
+    width = neck["in_channels"][-1]
+    level = len(neck["in_channels"]) - 1 - neck.get("start_level", 0)  # of the pyramid, on the backbone's last map
+    backbone["out_indices"] = (backbone["out_indices"][-1],)
+    model["neck"] = dict(type="ChannelMapper", in_channels=[width], kernel_size=1, out_channels=neck["out_channels"],
+                         act_cfg=None, num_outs=1)
+    for head in heads:
+        head["anchor_generator"] = _on_one_level(head["anchor_generator"], level)
+    for name in ("bbox_roi_extractor", "mask_roi_extractor"):
+        extractor = model.get("roi_head", {}).get(name)
+        if extractor is not None:
+            extractor["featmap_strides"] = [extractor["featmap_strides"][level]]
+
+
+def _on_one_level(generator: Any, level: int) -> dict[str, Any]:
+    """Anchors of the same sizes, on one level: a scale is a size in strides."""
+    generator = dict(generator)
+    octaves = generator.pop("scales_per_octave", None)
+    base = generator.pop("octave_base_scale", None)
+    scales = generator["scales"] if octaves is None else [base * 2 ** (i / octaves) for i in range(octaves)]
+    strides = generator["strides"]
+    return {**generator, "strides": [strides[level]],
+            "scales": [scale * stride / strides[level] for stride in strides for scale in scales]}
