@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -49,8 +50,7 @@ def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[
     task = task_of(config)
     known = meta.get("dataset_meta") if isinstance(meta.get("dataset_meta"), dict) else {}
     if known.get("classes"):
-        names = tuple(known["classes"])
-        classes = Classes(names, (), tuple(known.get("category_ids", range(1, len(names) + 1))))
+        classes = Classes.from_meta(known)
     else:
         classes = task.read_classes()
     model = task.build_model(classes)
@@ -102,7 +102,7 @@ def with_views(loaded: Loaded, split: Split, texts: Sequence[str]) -> Loaded:
 def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[dict[str, Any]]:
     """This rank's share of the predictions."""
     return predict(loaded.model, loaded.preprocess, loaded.precision, dataset, batch=loaded.config.run.eval_batch_size,
-                   workers=workers, as_numbers=loaded.task.as_numbers, live=True)
+                   workers=workers, as_numbers=partial(loaded.task.as_numbers, classes=loaded.classes), live=True)
 
 
 def find_images(source: str) -> list[Path]:

@@ -163,8 +163,6 @@ def _check_supported(config: RunConfig) -> None:
         coco_backend(config.run.eval_backend)  # not after the first epoch
     if config.detector.zero_init and stage != 3:
         raise ConfigError(f"detector.zero_init needs zero_optimization.stage 3, got {stage}")
-    if config.data.task == "panoptic" and config.run.eval_interval != 0:
-        raise ConfigError("panoptic quality is not computed yet: set run.eval_interval to 0 to train without it")
 
 
 def build_model(config: RunConfig, classes: Classes, *, empty: bool = False) -> nn.Module:
@@ -352,8 +350,7 @@ def save(run: Run, step: int) -> None:
             tensors[name] = value.to("cpu", copy=True)
     if distributed.rank() == 0:
         folder.mkdir(exist_ok=True)
-        meta = dict(step=step, dataset_meta=dict(
-            classes=list(run.classes.all), category_ids=list(run.classes.category_ids)), config=run.config.to_json())
+        meta = dict(step=step, dataset_meta=run.classes.to_meta(), config=run.config.to_json())
         save_weights(folder / f"step-{step:06d}.pth", tensors, meta)
         for old in sorted(folder.glob("step-*.pth"))[:-run.config.run.keep_last]:
             old.unlink()
