@@ -1,0 +1,231 @@
+"""Semantic and panoptic runs: one rank scores as two, checkpoints know things from stuff, maps are written and drawn."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_run import merged, train_tiny
+
+from engine.config import ConfigError, parse_config
+from engine.data.coco import DataError
+from engine.data.panoptic_map import PanopticMap, read_ids
+
+THIN = {"backbone.base_channels": 8, "backbone.norm_cfg": {"type": "GN", "num_groups": 4}, "neck.in_channels": [8, 16, 32, 64],
+        "neck.out_channels": 16}
+THIN_SEMANTIC = {**THIN, "semantic_head.in_channels": 16, "semantic_head.inner_channels": 16,
+                 "semantic_head.norm_cfg.num_groups": 4}
+THIN_ROI = {"rpn_head.in_channels": 16, "rpn_head.feat_channels": 16, "roi_head.bbox_head.in_channels": 16,
+            "roi_head.bbox_roi_extractor.out_channels": 16, "roi_head.bbox_head.fc_out_channels": 32,
+            "roi_head.mask_roi_extractor.out_channels": 16, "roi_head.mask_head.in_channels": 16,
+            "roi_head.mask_head.conv_out_channels": 16}
+# Untrained, a detector is sure of nothing: every object counts, and stuff of any size.
+UNSURE = {"test_cfg.rcnn.score_thr": 0.0, "test_cfg.rcnn.max_per_img": 8, "test_cfg.panoptic.stuff_area_limit": 1}
+RUNS = {"semantic": ("tiny_semantic_fpn", THIN_SEMANTIC),
+        "panoptic": ("tiny_panoptic_fpn", {**THIN_SEMANTIC, **THIN_ROI, **UNSURE})}
+
+
+def changes(task, **more):
+    name, options = RUNS[task]
+    return merged({"detector": {"config": name, "options": options}, "data": {"task": task}, "schedule": {"steps": 2},
+                   "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 3}, **more})
+
+
+def trained(task, draw=3):
+    result = train_tiny(changes(task, run={"eval_interval": None, "checkpoint_interval": None, "draw": draw}))
+    return result["metrics"], result["folder"], [record["loss"] for record in result["records"]]
+
+
+def evaluated(checkpoint, out):
+    """What the scripts evaluate and infer do, on this rank's process group."""
+    from engine.inference import evaluate, infer, load_detector
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        loaded = load_detector(checkpoint, None, [])
+        metrics = evaluate(loaded, "val", Path(out) / "scored")
+        images = Path(loaded.config.run.work_dir) / "photos"
+        if images.is_dir():
+            infer(loaded, str(images), Path(out) / "found")
+    return metrics, loaded.classes
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def run(request, ranks, tmp_path_factory):
+    """A run of two ranks, and its checkpoint scored and used by one and by two."""
+    import shutil
+
+    from engine.data.shapes import ShapesSettings, write_shapes
+
+    metrics, folder, _ = ranks.run(trained, 2, request.param)[0]
+    source = write_shapes(ShapesSettings(train_images=10, val_images=5, image_size=96)) / "val2017"
+    (Path(folder) / "photos").mkdir()
+    for path in sorted(source.iterdir())[:2]:
+        shutil.copy(path, Path(folder) / "photos" / path.name)
+    out = tmp_path_factory.mktemp(request.param)
+    checkpoint = str(next((Path(folder) / "checkpoints").glob("step-*.pth")))
+    one = ranks.run(evaluated, 1, checkpoint, str(out / "one"))[0]
+    two = ranks.run(evaluated, 2, checkpoint, str(out / "two"))
+    return request.param, Path(folder), metrics, checkpoint, out, one, two
+
+
+def test_scores_do_not_depend_on_the_number_of_ranks(run):
+    task, folder, metrics, _, out, (one, _), two = run
+    assert metrics["mIoU" if task == "semantic" else "PQ_st"] >= 0
+    assert one == pytest.approx(metrics, abs=1e-6)
+    assert all(scored == one for scored, _ in two)
+    tables = [json.loads((path / "results.classes.json").read_text())
+              for path in (folder, out / "one" / "scored", out / "two" / "scored")]
+    assert tables[1] == tables[2] and tables[0].keys() == tables[1].keys() and len(tables[0]) >= 4
+    assert json.loads((out / "one" / "scored" / "eval.json").read_text()) == one
+
+
+def test_a_checkpoint_knows_things_from_stuff(run):
+    task, _, _, checkpoint, _, (_, classes), _ = run
+    names = torch.load(checkpoint, weights_only=True)["meta"]["dataset_meta"]
+    assert tuple(names["classes"]) == classes.all and len(classes.all) == 10
+    assert len(classes.stuff) == (4 if task == "panoptic" else 0)
+    assert classes.category_ids == ((1, 3, 4, 18, 44, 90, 154, 171, 187, 193) if task == "panoptic" else tuple(range(1, 11)))
+
+
+def test_pictures_show_truth_and_prediction(run):
+    _, folder, _, _, out, _, _ = run
+    for path in (folder / "predictions.png", folder / "curves.png", out / "two" / "scored" / "predictions.png"):
+        picture = np.asarray(Image.open(path).convert("RGB"))
+        assert picture.shape[1] > 1000 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 500
+
+
+def test_inference_writes_maps_with_the_data_sets_own_numbers(run):
+    task, folder, _, _, out, (_, classes), _ = run
+    for ranks_used in ("one", "two"):
+        found = out / ranks_used / "found"
+        content = json.loads((found / f"{task}.json").read_text())
+        assert [c["id"] for c in content["categories"]] == list(classes.category_ids)
+        photos = sorted((folder / "photos").iterdir())
+        assert [entry["image"] for entry in content["annotations"]] == [photo.name for photo in photos]
+        for entry, photo in zip(content["annotations"], photos):
+            path = found / task / entry["file_name"]
+            numbers = read_ids(path) if task == "panoptic" else np.asarray(Image.open(path))
+            assert numbers.shape[::-1] == Image.open(photo).size and (found / f"{photo.stem}.png").is_file()
+            key = "id" if task == "panoptic" else "category_id"
+            areas = {segment[key]: segment["area"] for segment in entry["segments_info"]}
+            shown = dict(zip(*(part.tolist() for part in np.unique(numbers, return_counts=True))))
+            shown.pop(0, None)
+            assert shown == areas and set(s["category_id"] for s in entry["segments_info"]) <= set(classes.category_ids)
+    one, two = (out / ranks_used / "found" for ranks_used in ("one", "two"))
+    assert (one / f"{task}.json").read_text() == (two / f"{task}.json").read_text()
+
+
+@pytest.mark.parametrize("task", list(RUNS))
+def test_a_run_without_pictures_gathers_no_maps(ranks, task, monkeypatch):
+    results = ranks.run(gathered_bytes, 2, task)
+    with_maps, without = (results[0][draw] for draw in (5, 0))
+    assert with_maps > 5 * 500 and without < 5 * 1500 and without < with_maps / 2
+
+
+def gathered_bytes(task):
+    """Size of what rank 0 gathers in an evaluation, drawn and not."""
+    import pickle
+
+    from engine import report
+
+    sizes = {}
+    gather = report.gather_predictions
+    for draw in (5, 0):
+        def weigh(mine, expected):
+            predictions = gather(mine, expected)
+            sizes[draw] = len(pickle.dumps(predictions))
+            return predictions
+
+        report.gather_predictions = weigh
+        try:
+            trained(task, draw)
+        finally:
+            report.gather_predictions = gather
+    return sizes
+
+
+def test_the_truth_as_the_models_output_scores_100(tmp_path):
+    """Through the task's own code, from the loader's sample to eval.json."""
+    from mmengine.structures import PixelData
+
+    from engine.task import task_of
+
+    for task_name, name in (("panoptic", "PQ"), ("semantic", "mIoU")):
+        task = task_of(parse_config(changes(task_name)))
+        _, val, classes = task.build_data()
+        predictions = []
+        for index in range(len(val.dataset)):
+            sample = val.dataset[index]["data_samples"]
+            truth = sample.truth
+            if task_name == "panoptic":
+                codes = np.concatenate([[len(classes.all)], truth.labels + 1000 * np.arange(1, len(truth.labels) + 1)])
+                sample.pred_panoptic_seg = PixelData(sem_seg=torch.from_numpy(codes[truth.pixels])[None])
+            else:
+                sample.pred_sem_seg = PixelData(sem_seg=torch.from_numpy(np.where(truth == 255, 0, truth))[None])
+            predictions.append(task.as_numbers(sample, classes))
+        assert sum("found" in p for p in predictions) == 3
+        metrics = task.write_scores(tmp_path, predictions, val, classes, table=False)
+        assert metrics[name] == pytest.approx(100)
+
+
+def test_maps_survive_packing():
+    from engine.segmentation import Panoptic, Semantic
+
+    config = parse_config(changes("panoptic"))
+    found = PanopticMap(pixels=np.array([[0, 1], [2, 400]], np.int32), labels=np.arange(400), crowd=np.zeros(400, bool))
+    back = Panoptic(config).unpack(Panoptic(config).pack(found))
+    assert (back.pixels == found.pixels).all() and (back.labels == found.labels).all()
+    labels = np.array([[0, 255, 7]], np.uint8)
+    assert (Semantic(config).unpack(Semantic(config).pack(labels)) == labels).all()
+
+
+@pytest.mark.parametrize("task,name,text", [
+    ("panoptic", "tiny_mask_rcnn", 'data.task is "panoptic" but detector "tiny_mask_rcnn" has no panoptic head'),
+    ("semantic", "tiny_mask_rcnn", 'data.task is "semantic" but detector "tiny_mask_rcnn" finds objects'),
+    ("instance", "tiny_panoptic_fpn", 'has a panoptic head: set data.task to "panoptic"'),
+    ("detection", "tiny_semantic_fpn", 'gives each pixel a class .* set data.task to "semantic"')])
+def test_a_detector_of_another_task_is_refused(task, name, text):
+    from engine.data.coco import Classes
+    from engine.task import task_of
+
+    config = parse_config(merged({"detector": {"config": name, "options": {}}, "data": {"task": task}}))
+    stuff = ("sky",) if task == "panoptic" else ()
+    with pytest.raises(ConfigError, match=text):
+        task_of(config).build_model(Classes(("a", "b"), stuff, (1, 2, 3)[:2 + len(stuff)]))
+
+
+@pytest.mark.parametrize("data,text", [
+    ({"task": "semantic", "dataset": "coco", "train": {"images": "i", "annotations": "a"}},
+     'data.task "semantic" cannot be trained on data.dataset "coco"'),
+    ({"task": "panoptic", "dataset": "ade20k"}, 'data.task "panoptic" cannot be trained on data.dataset "ade20k"'),
+    ({"task": "semantic", "dataset": "ade20k", "train": {"images": "i"}}, 'the key "data.train.annotations" is missing'),
+    ({"task": "semantic", "group_by_aspect": True}, "data.group_by_aspect is for data sets that list sizes"),
+    ({"task": "semantic", "keep_empty": True}, "data.keep_empty is for data sets that list sizes")])
+def test_a_data_set_of_another_task_is_refused(data, text):
+    with pytest.raises(ConfigError, match=text):
+        parse_config(merged({"data": data}))
+
+
+def test_classes_numbered_otherwise_are_refused(tmp_path):
+    """A checkpoint's label k is number k + 1 of the maps: another table would score one class as another."""
+    import shutil
+
+    from engine.data.shapes import ShapesSettings, write_shapes
+    from engine.task import task_of
+
+    root = write_shapes(ShapesSettings(train_images=10, val_images=5, image_size=96)) / "ADEChallengeData2016"
+    ade = shutil.copytree(root, tmp_path / "ade")
+    splits = {name: {"images": str(ade / "images" / folder), "annotations": str(ade / "annotations" / folder)}
+              for name, folder in (("train", "training"), ("val", "validation"))}
+    task = task_of(parse_config(changes("semantic", data={"task": "semantic", "dataset": "ade20k", **splits})))
+    classes = task.read_classes()
+    assert len(task.build_split("val", classes).dataset) == 5
+    swapped = classes._replace(things=(classes.things[1], classes.things[0], *classes.things[2:]))
+    with pytest.raises(DataError, match="are numbered otherwise than those of the model"):
+        task.build_split("val", swapped)
+    with pytest.raises(DataError, match='class "sand" is in the validation annotations but not'):
+        task.build_split("val", classes._replace(things=("gravel", *classes.things[1:])))
