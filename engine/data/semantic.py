@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import numpy as np
 from PIL import Image
@@ -101,6 +101,29 @@ class LoadClassMap:
         return {**results, self.key: labels}
 
 
+class VariedCrop:
+    """A random part of an image in which no class covers more than `max_share`, as mmseg crops ADE20K for training.
+
+    Ten places are tried, and the last is taken as it is. An image smaller than `size` (height, width) keeps its own.
+    In a config: `"augmentation": [{"type": "VariedCrop", "size": [512, 512]}]`.
+    """
+
+    def __init__(self, size: Sequence[int], max_share: float = 0.75) -> None:
+        self.size, self.max_share = size, max_share
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        labels = results["gt_seg_map"]
+        for _ in range(10):
+            # numpy's generator, which the loader seeds for each sample.
+            top, left = (np.random.randint(0, max(whole - part, 0) + 1) for whole, part in zip(labels.shape, self.size))
+            place = np.s_[top:top + self.size[0], left:left + self.size[1]]
+            counts = np.bincount(labels[place].ravel(), minlength=IGNORED + 1)[:IGNORED]
+            if np.count_nonzero(counts) > 1 and counts.max() < self.max_share * counts.sum():
+                break
+        image = results["img"][place]
+        return {**results, "img": image, "gt_seg_map": labels[place], "img_shape": image.shape[:2]}
+
+
 class ClassMapImages:
     """Images with their maps as a data set for the loaders. The first `shown` of them are marked for drawing."""
 
@@ -110,8 +133,10 @@ class ClassMapImages:
         from engine.mmdet_setup import import_mmdet
 
         import_mmdet()
+        from mmdet.registry import TRANSFORMS
         from mmengine.dataset import Compose
 
+        TRANSFORMS.register_module(module=VariedCrop, force=True)
         self.files, self.pairs = files, np.array(list_pairs(files))  # an array, which loader processes share
         count = len(classes.things)
         self.pipeline = Compose(train_pipeline(data, LoadClassMap(count, "gt_seg_map")) if training

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_run import merged, train_tiny
+from tiny_run import distance, merged, train_tiny
 
 from engine.config import ConfigError, parse_config
 from engine.data.coco import DataError
@@ -31,12 +31,13 @@ RUNS = {"semantic": ("tiny_semantic_fpn", THIN_SEMANTIC),
 
 def changes(task, **more):
     name, options = RUNS[task]
-    return merged({"detector": {"config": name, "options": options}, "data": {"task": task}, "schedule": {"steps": 2},
-                   "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 3}, **more})
+    base = merged({"detector": {"config": name, "options": options}, "data": {"task": task}, "schedule": {"steps": 2},
+                   "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 3}})
+    return merged(more, base)
 
 
 def trained(task, draw=3):
-    result = train_tiny(changes(task, run={"eval_interval": None, "checkpoint_interval": None, "draw": draw}))
+    result = train_tiny(changes(task, run={"draw": draw}))
     return result["metrics"], result["folder"], [record["loss"] for record in result["records"]]
 
 
@@ -119,8 +120,23 @@ def test_inference_writes_maps_with_the_data_sets_own_numbers(run):
     assert (one / f"{task}.json").read_text() == (two / f"{task}.json").read_text()
 
 
+def weights_and_losses(task, cases):
+    results = [train_tiny(changes(task, run={"eval_interval": 0, "checkpoint_interval": 0}, **case)) for case in cases]
+    return [(result["weights"], [record["loss"] for record in result["records"]]) for result in results]
+
+
 @pytest.mark.parametrize("task", list(RUNS))
-def test_a_run_without_pictures_gathers_no_maps(ranks, task, monkeypatch):
+def test_training_does_not_depend_on_ranks_and_stage(ranks, task):
+    (weights, losses), = ranks.run(weights_and_losses, 1, task, [{}])[0]
+    cases = [{"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}, {"bf16": {"enabled": True}}]
+    *exact, half = ranks.run(weights_and_losses, 2, task, cases)[0]
+    for other, _ in exact:
+        assert distance(weights, other) < 1e-6
+    assert half[1] == pytest.approx(losses, rel=0.05)
+
+
+@pytest.mark.parametrize("task", list(RUNS))
+def test_a_run_without_pictures_gathers_no_maps(ranks, task):
     results = ranks.run(gathered_bytes, 2, task)
     with_maps, without = (results[0][draw] for draw in (5, 0))
     assert with_maps > 5 * 500 and without < 5 * 1500 and without < with_maps / 2
@@ -229,3 +245,15 @@ def test_classes_numbered_otherwise_are_refused(tmp_path):
         task.build_split("val", swapped)
     with pytest.raises(DataError, match='class "sand" is in the validation annotations but not'):
         task.build_split("val", classes._replace(things=("gravel", *classes.things[1:])))
+
+
+def test_regions_are_coloured_by_class_and_void_stays():
+    from engine.monitoring.pictures import draw_regions
+
+    image = np.full((480, 480, 3), 100, np.uint8)
+    regions = np.zeros((480, 480), np.int32)
+    regions[:, 160:320], regions[:240, 320:], regions[240:, 320:] = 1, 2, 3
+    drawn = draw_regions(image, regions, [4, 7, 4], ["x"] * 8)
+    assert (drawn[:, :160] == 100).all() and (image == 100).all()
+    colour = [tuple(drawn[y, x]) for y, x in ((5, 170), (5, 330), (475, 330))]
+    assert colour[0] == colour[2] != colour[1] and (drawn[240, 330:] == 255).all()

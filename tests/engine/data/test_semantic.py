@@ -9,7 +9,7 @@ from PIL import Image
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.coco import Classes, DataError
 from engine.data.loader import evaluation_loader, readable
-from engine.data.semantic import IGNORED, ClassMapImages, read_class_map, read_class_table
+from engine.data.semantic import IGNORED, ClassMapImages, VariedCrop, read_class_map, read_class_table
 from engine.data.shapes import ADE20K_CLASSES, ShapesSettings, write_shapes
 
 NAMES = tuple(c.name for c in ADE20K_CLASSES)
@@ -62,6 +62,31 @@ def test_flips_and_crops_move_the_map_with_the_image(ade):
         image = np.asarray(item["inputs"][0])
         if item["data_samples"].scale_factor == (1.0, 1.0):
             assert (image == np.where(labels == IGNORED, 0, labels + 1) * 20).all()
+
+
+def test_a_varied_crop_avoids_places_of_one_class():
+    labels = np.full((60, 100), 3, np.uint8)
+    labels[:, 80:] = np.arange(20) // 5  # only the right end has several classes
+    labels[:10] = IGNORED  # and what has none does not count
+    image = np.repeat(labels[..., None], 3, -1)
+    crop = VariedCrop(size=[30, 30])
+    shares = []
+    np.random.seed(0)
+    for _ in range(60):
+        found = crop({"img": image, "gt_seg_map": labels, "img_shape": image.shape[:2]})
+        assert found["gt_seg_map"].shape == found["img_shape"] == (30, 30)
+        assert (found["img"][..., 0] == found["gt_seg_map"]).all()
+        counts = np.bincount(found["gt_seg_map"].ravel(), minlength=256)[:255]
+        shares.append(counts.max() / counts.sum())
+    assert np.mean(np.array(shares) < 0.75) > 0.6  # a fifth of all places
+    small = crop({"img": image[:20, :50], "gt_seg_map": labels[:20, :50], "img_shape": (20, 50)})
+    assert small["img_shape"] == (20, 30)
+
+
+def test_the_crop_is_known_to_a_config(ade):
+    dataset = images_of(ade, training=True, augmentation=[{"type": "VariedCrop", "size": [32, 48]}])
+    assert all(dataset[k]["data_samples"].gt_sem_seg.sem_seg.shape == (1, 32, 48) for k in range(6))
+    assert all(dataset[k]["inputs"].shape == (3, 32, 48) for k in range(6))
 
 
 def test_classes_are_read_from_the_table_by_their_first_name(ade):
