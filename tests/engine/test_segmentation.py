@@ -243,7 +243,7 @@ def test_classes_numbered_otherwise_are_refused(tmp_path):
     swapped = classes._replace(things=(classes.things[1], classes.things[0], *classes.things[2:]))
     with pytest.raises(DataError, match="are numbered otherwise than those of the model"):
         task.build_split("val", swapped)
-    with pytest.raises(DataError, match='class "sand" is in the validation annotations but not'):
+    with pytest.raises(DataError, match='class "gravel" is in the training annotations but not'):
         task.build_split("val", classes._replace(things=("gravel", *classes.things[1:])))
 
 
