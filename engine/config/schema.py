@@ -110,7 +110,8 @@ class DataConfig(Block):
         for name in ("train", "val") if self.dataset != "shapes" else ():
             split = getattr(self, name)
             if split is None:
-                form = '{"images": FOLDER}' if self.dataset == "folders" else '{"annotations": FILE, "images": FOLDER}'
+                form = {"folders": '{"images": FOLDER}', "ade20k": '{"annotations": FOLDER, "images": FOLDER}'}.get(
+                    self.dataset, '{"annotations": FILE, "images": FOLDER}')
                 raise ValueError(f'data.{name} is missing: give {form}, or set data.dataset to "shapes"')
             if split.annotations is None and self.dataset in ("coco", "ade20k"):
                 raise ValueError(f'the key "data.{name}.annotations" is missing')

@@ -27,14 +27,15 @@ class Classes(NamedTuple):
         return self.things + self.stuff
 
     def to_meta(self) -> dict[str, Any]:
-        """As weight files carry them: `classes` as mmdet reads it, and how many of its last ones are stuff."""
-        return dict(classes=list(self.all), category_ids=list(self.category_ids), stuff=len(self.stuff))
+        """As weight files carry them, under mmdet's names; ids are ours."""
+        meta = dict(classes=list(self.all), category_ids=list(self.category_ids))
+        return meta | (dict(thing_classes=list(self.things), stuff_classes=list(self.stuff)) if self.stuff else {})
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "Classes":
-        """Of a weight file that names its classes; one of mmdet, or an older one of ours, has no ids and no stuff."""
+        """Of a weight file that names its classes. One of mmdet has no ids."""
         names = tuple(meta["classes"])
-        things = len(names) - meta.get("stuff", 0)
+        things = len(names) - len(meta.get("stuff_classes", ()))
         return cls(names[:things], names[things:], tuple(meta.get("category_ids", range(1, len(names) + 1))))
 
 

@@ -142,6 +142,23 @@ def test_a_run_without_pictures_gathers_no_maps(ranks, task):
     assert with_maps > 5 * 500 and without < 5 * 1500 and without < with_maps / 2
 
 
+def modulated(task):
+    """Three steps with a window of AGVM at each, as the shipped configs are switched to it."""
+    agvm = {"type": "AGVMAdamW", "params": {"lr": 1e-3, "weight_decay": 0.05, "tau": 1, "start_step": 0}}
+    result = train_tiny(changes(task, optimizer=agvm, schedule={"steps": 3}, zero_optimization={"stage": 2},
+                                run={"eval_interval": 0, "checkpoint_interval": 0}))
+    return result["records"]
+
+
+@pytest.mark.parametrize("task,modules", [
+    ("semantic", {"backbone", "neck", "semantic_head"}),
+    ("panoptic", {"backbone", "neck", "rpn_head", "bbox_head", "mask_head", "semantic_head"})])
+def test_agvm_sees_the_heads_of_maps_as_modules(ranks, task, modules):
+    records = ranks.run(modulated, 2, task)[0]
+    assert set(records[-1]["mu"]) == set(records[-1]["phi"]) == modules
+    assert records[-1]["mu"]["backbone"] == 1 != records[-1]["mu"]["semantic_head"]
+
+
 def gathered_bytes(task):
     """Size of what rank 0 gathers in an evaluation, drawn and not."""
     import pickle
@@ -218,6 +235,7 @@ def test_a_detector_of_another_task_is_refused(task, name, text):
     ({"task": "semantic", "dataset": "coco", "train": {"images": "i", "annotations": "a"}},
      'data.task "semantic" cannot be trained on data.dataset "coco"'),
     ({"task": "panoptic", "dataset": "ade20k"}, 'data.task "panoptic" cannot be trained on data.dataset "ade20k"'),
+    ({"task": "semantic", "dataset": "ade20k"}, 'data.train is missing: give {"annotations": FOLDER, "images": FOLDER}'),
     ({"task": "semantic", "dataset": "ade20k", "train": {"images": "i"}}, 'the key "data.train.annotations" is missing'),
     ({"task": "semantic", "group_by_aspect": True}, "data.group_by_aspect is for data sets that list sizes"),
     ({"task": "semantic", "keep_empty": True}, "data.keep_empty is for data sets that list sizes")])

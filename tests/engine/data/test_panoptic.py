@@ -151,7 +151,10 @@ def test_a_folder_that_is_not_there_is_told_at_the_start(copied):
 def test_classes_survive_a_weight_file():
     classes = Classes(("cat", "dog"), ("sky",), (3, 9, 200))
     assert Classes.from_meta(json.loads(json.dumps(classes.to_meta()))) == classes
-    assert classes.to_meta()["classes"] == ["cat", "dog", "sky"]
-    # mmdet's files, and ours from before there was stuff.
+    assert classes.to_meta() == {"classes": ["cat", "dog", "sky"], "category_ids": [3, 9, 200],
+                                 "thing_classes": ["cat", "dog"], "stuff_classes": ["sky"]}
+    assert set(Classes(("cat",), (), (3,)).to_meta()) == {"classes", "category_ids"}
+    # mmdet's files have no ids.
     assert Classes.from_meta({"classes": ("cat", "dog")}) == Classes(("cat", "dog"), (), (1, 2))
-    assert Classes.from_meta({"classes": ["cat", "dog"], "category_ids": [7, 3]}) == Classes(("cat", "dog"), (), (7, 3))
+    assert Classes.from_meta({"classes": ("cat", "dog", "sky"), "thing_classes": ("cat", "dog"),
+                              "stuff_classes": ("sky",)}) == Classes(("cat", "dog"), ("sky",), (1, 2, 3))
