@@ -202,8 +202,6 @@ def _check_supported(config: RunConfig) -> None:
         coco_backend(config.run.eval_backend)  # not after the first epoch
     if config.detector.zero_init and stage != 3:
         raise ConfigError(f"detector.zero_init needs zero_optimization.stage 3, got {stage}")
-    if config.data.task == "panoptic" and config.run.eval_interval != 0:
-        raise ConfigError("panoptic quality is not computed yet: set run.eval_interval to 0 to train without it")
 
 
 def build_model(config: RunConfig, classes: Classes, *, empty: bool = False) -> nn.Module:

@@ -56,7 +56,7 @@ class Classification:
     def build_preprocessor(self, classes: Classes) -> nn.Module:
         return StackImages()
 
-    def as_numbers(self, output: ImagePrediction) -> dict[str, Any]:
+    def as_numbers(self, output: ImagePrediction, classes: Classes) -> dict[str, Any]:
         return dict(image_id=output.img_id, truth=output.label, loss=output.loss, labels=output.labels.tolist(),
                     scores=output.scores.tolist())
 

@@ -1,4 +1,4 @@
-"""The task of detectors: boxes, masks or panoptic maps, scored with COCO metrics and drawn on images."""
+"""The task of detectors: boxes or masks, scored with COCO metrics and drawn on images."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import nn
 
 from engine import distributed
 from engine.config import RunConfig
-from engine.data.build import Split, build_data, split_files
+from engine.data.build import Split, build_data, read_content, split_files
 from engine.data.coco import Classes, build_dataset, check_same_classes, read_annotations, read_classes, test_pipeline
+from engine.data.plain import PlainImages
 from engine.detector import build_detector, build_preprocessor
 from engine.evaluation import coco_results, gather_predictions, objects_as_numbers
 from engine.monitoring.pictures import draw_objects, read_image, save_image
@@ -34,14 +35,13 @@ class Detection:
 
     def build_split(self, name: str, classes: Classes) -> Split:
         files = split_files(self.config.data)[name]
-        content = read_annotations(files.annotations)
+        content = read_content(files)
         check_same_classes(classes, read_classes(content, panoptic=False), files.annotations)
         dataset = build_dataset(self.config.data, files, classes, training=False, content=content)
         return Split(dataset=dataset, content=content, files=files)
 
     def read_classes(self) -> Classes:
-        content = read_annotations(split_files(self.config.data)["val"].annotations)
-        return read_classes(content, panoptic=self.config.data.task == "panoptic")
+        return read_classes(read_annotations(split_files(self.config.data)["val"].annotations), panoptic=False)
 
     def build_model(self, classes: Classes) -> nn.Module:
         return build_detector(self.config.detector, classes, self.config.data.task)
@@ -49,7 +49,7 @@ class Detection:
     def build_preprocessor(self, classes: Classes) -> nn.Module:
         return build_preprocessor(self.config.detector, classes)
 
-    def as_numbers(self, output: Any) -> dict[str, Any]:
+    def as_numbers(self, output: Any, classes: Classes) -> dict[str, Any]:
         return objects_as_numbers(output, with_masks=self.masks)
 
     def write_scores(self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *,
@@ -64,14 +64,12 @@ class Detection:
 
     def infer(self, loaded: "Loaded", paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """Draw the objects found on every image and write them as a COCO results file, with file names."""
-        from mmengine.dataset import Compose
-
         from engine.inference import drawn_paths, make_folder, predict_images
 
         classes = loaded.classes
         with distributed.together():
             drawn_to = drawn_paths(paths, out)
-            mine = predict_images(loaded, _Images(paths, Compose(test_pipeline(self.config.data))))
+            mine = predict_images(loaded, PlainImages(paths, test_pipeline(self.config.data)))
             make_folder(out)
             for prediction in mine:
                 place = prediction["image_id"] - 1
@@ -89,19 +87,3 @@ class Detection:
                 shown = int(np.sum([(p["scores"] >= threshold).sum() for p in predictions]))
                 print(f"{shown} objects with a score of at least {threshold:g} on {len(paths)} images; "
                       f"drawn images and results.json in {out}", flush=True)
-
-
-class _Images:
-    """Images in the form of a test data set, so that prediction is the same code as in evaluation."""
-
-    def __init__(self, paths: Sequence[Path], pipeline: Any) -> None:
-        self.paths, self.pipeline = paths, pipeline
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def get_data_info(self, index: int) -> dict[str, Any]:
-        return dict(img_path=str(self.paths[index]), img_id=index + 1)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.pipeline(self.get_data_info(index))

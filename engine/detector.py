@@ -122,14 +122,21 @@ def build_preprocessor(config: DetectorConfig, classes: Classes) -> nn.Module:
 
 
 def check_task(model: nn.Module, name: str, task: str) -> None:
+    panoptic = hasattr(model, "panoptic_fusion_head")
+    semantic = hasattr(model, "semantic_head") and not panoptic
+    if (task == "panoptic") != panoptic:
+        raise ConfigError(f'data.task is "panoptic" but detector "{name}" has no panoptic head' if task == "panoptic" else
+                          f'detector "{name}" has a panoptic head: set data.task to "panoptic"')
+    if (task == "semantic") != semantic:
+        raise ConfigError(f'data.task is "semantic" but detector "{name}" finds objects: use "semantic_fpn_r50" or the like'
+                          if task == "semantic" else
+                          f'detector "{name}" gives each pixel a class and finds no objects: set data.task to "semantic"')
     with_mask = bool(getattr(model, "with_mask", False))
     if task == "detection" and with_mask:
         raise ConfigError(f'detector "{name}" has a mask head: set data.task to "instance", '
                           'or remove the head with detector.options {"roi_head.mask_head": null}')
     if task == "instance" and not with_mask:
         raise ConfigError(f'data.task is "instance" but detector "{name}" has no mask head: use "detection"')
-    if task == "panoptic" and not getattr(model, "with_panoptic_fusion_head", hasattr(model, "panoptic_fusion_head")):
-        raise ConfigError(f'data.task is "panoptic" but detector "{name}" has no panoptic head')
 
 
 def freeze(model: nn.Module, prefix: str) -> None:

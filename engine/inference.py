@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -110,7 +111,7 @@ def with_views(loaded: Loaded, split: Split, texts: Sequence[str]) -> Loaded:
 def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[dict[str, Any]]:
     """This rank's share of the predictions."""
     return predict(loaded.model, loaded.preprocess, loaded.precision, dataset, batch=loaded.config.run.eval_batch_size,
-                   workers=workers, as_numbers=loaded.task.as_numbers, live=True)
+                   workers=workers, as_numbers=partial(loaded.task.as_numbers, classes=loaded.classes), live=True)
 
 
 def find_images(source: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Sequence
 
@@ -24,7 +25,7 @@ def evaluate_and_report(run: "Run", model: nn.Module, step: int, *, last: bool) 
     config = run.config
     with distributed.together():
         mine = predict(model, run.preprocess, run.precision, run.val.dataset, batch=config.run.eval_batch_size,
-                       workers=config.data.workers, as_numbers=run.task.as_numbers, live=True)
+                       workers=config.data.workers, as_numbers=partial(run.task.as_numbers, classes=run.classes), live=True)
     metrics: dict[str, float] = {}
     with distributed.together():
         predictions = gather_predictions(mine, len(run.val.dataset))

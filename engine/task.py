@@ -1,4 +1,4 @@
-"""What detectors and classifiers do differently: data, model, scores and pictures. All else is one loop for both."""
+"""What detectors, segmenters and classifiers do differently: data, model, scores, pictures. All else is one loop."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Task(Protocol):
     def build_preprocessor(self, classes: Classes) -> nn.Module:
         """What makes a batch of the loader's samples, built outside zero.Init."""
 
-    def as_numbers(self, output: Any) -> dict[str, Any]:
-        """The model's output for one image as a prediction."""
+    def as_numbers(self, output: Any, classes: Classes) -> dict[str, Any]:
+        """The model's output for one image as a prediction: what ranks gather, so not a map where a score does."""
 
     def write_scores(self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *,
                      table: bool) -> dict[str, float]:
@@ -55,6 +55,10 @@ def task_of(config: RunConfig) -> Task:
         from engine.classification import Classification
 
         return Classification(config)
+    if config.data.task in ("panoptic", "semantic"):
+        from engine.segmentation import Panoptic, Semantic
+
+        return Panoptic(config) if config.data.task == "panoptic" else Semantic(config)
     from engine.detection import Detection
 
     return Detection(config)

@@ -1,4 +1,4 @@
-"""Score a checkpoint on a data set, a detector with COCO metrics and a classifier by accuracy, on any number of ranks.
+"""Score a checkpoint on a data set, by COCO metrics, PQ, mIoU or accuracy as its task has it, on any number of ranks.
 
   python launch/evaluate.py work_dirs/RUN/checkpoints/step-000384
   deepspeed --num_accelerators 2 launch/evaluate.py FILE --split train

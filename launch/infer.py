@@ -1,4 +1,4 @@
-"""Run a checkpoint on images: drawn pictures and a COCO results file, or of a classifier the first five classes.
+"""Run a checkpoint on images: drawn pictures with a COCO results file or maps, or of a classifier the first five classes.
 
   python launch/infer.py work_dirs/RUN/checkpoints/step-000384 photo.jpg
   python launch/infer.py FILE folder/ --out found --score 0.5

@@ -4,6 +4,7 @@ import models.ablations.heads
 import models.htcx.box_head
 import models.htcx.pyramid
 import models.htcx.roi_head
+import models.semantic_fpn
 import models.timm_backbone
 import models.uninet.backbone
 import models.uninet.classifier  # noqa: F401

@@ -39,8 +39,9 @@ class DetectorConfig(Block):
 
 
 class SplitConfig(Block):
-    annotations: str | None = Field(None, description="annotation file in COCO form (coco)")
-    images: str = Field(description="image folder (coco), or folder of class folders (folders)")
+    annotations: str | None = Field(
+        None, description="annotation file in COCO form (coco), or folder of PNGs of class numbers (ade20k)")
+    images: str = Field(description="image folder (coco, ade20k), or folder of class folders (folders)")
     panoptic: str | None = Field(None, description="folder of panoptic PNGs (panoptic task)")
 
 
@@ -75,14 +76,15 @@ class ClassificationConfig(Block):
 
 
 class DataConfig(Block):
-    task: Literal["detection", "instance", "panoptic", "classification"] = Field(
-        "detection", description="boxes; boxes and masks; things and stuff; one class for each image")
-    dataset: Literal["coco", "shapes", "folders"] = Field(
-        "coco", description="files in COCO layout; the embedded data set; or images in a folder for each class. "
-                            "Classification cuts out the objects of the first two")
+    task: Literal["detection", "instance", "panoptic", "semantic", "classification"] = Field(
+        "detection", description="boxes; boxes and masks; things and stuff; a class for each pixel; one class for each image")
+    dataset: Literal["coco", "ade20k", "shapes", "folders"] = Field(
+        "coco", description="files in COCO layout (also Objects365 and COCO-panoptic); in ADE20K's, for semantic; the "
+                            "embedded data set; or images in a folder for each class. Classification cuts out the objects "
+                            "of coco and shapes")
     root: str = Field("", description="folder that the paths of train and val are relative to")
-    train: SplitConfig | None = Field(None, description="training split (coco, folders)")
-    val: SplitConfig | None = Field(None, description="validation split (coco, folders)")
+    train: SplitConfig | None = Field(None, description="training split (all but shapes)")
+    val: SplitConfig | None = Field(None, description="validation split (all but shapes)")
     shapes: ShapesConfig = Field(ShapesConfig(), description="size of the embedded data set (shapes)")
     classification: ClassificationConfig = Field(
         ClassificationConfig(), description="images and targets of a classifier (classification)")
@@ -102,6 +104,12 @@ class DataConfig(Block):
         if self.dataset == "folders" and self.task != "classification":
             raise ValueError(f'data.dataset "folders" has classes and no objects, but data.task is "{self.task}": '
                              'set it to "classification"')
+        if (self.task == "semantic") != (self.dataset == "ade20k") and self.dataset != "shapes":
+            raise ValueError(f'data.task "{self.task}" cannot be trained on data.dataset "{self.dataset}": semantic goes with '
+                             'ade20k (or shapes), and nothing else does')
+        if self.task == "semantic" and (self.group_by_aspect or self.keep_empty):
+            raise ValueError(f"data.{'group_by_aspect' if self.group_by_aspect else 'keep_empty'} is for data sets that list "
+                             "sizes and objects, which a semantic one does not: remove it")
         if self.task == "classification":
             odd = [name for name in _DETECTION_ONLY if getattr(self, name) != type(self).model_fields[name].default]
             if odd:
@@ -109,9 +117,10 @@ class DataConfig(Block):
         for name in ("train", "val") if self.dataset != "shapes" else ():
             split = getattr(self, name)
             if split is None:
-                form = '{"images": FOLDER}' if self.dataset == "folders" else '{"annotations": FILE, "images": FOLDER}'
+                form = {"folders": '{"images": FOLDER}', "ade20k": '{"annotations": FOLDER, "images": FOLDER}'}.get(
+                    self.dataset, '{"annotations": FILE, "images": FOLDER}')
                 raise ValueError(f'data.{name} is missing: give {form}, or set data.dataset to "shapes"')
-            if split.annotations is None and self.dataset == "coco":
+            if split.annotations is None and self.dataset in ("coco", "ade20k"):
                 raise ValueError(f'the key "data.{name}.annotations" is missing')
             if split.annotations is not None and self.dataset == "folders":
                 raise ValueError(f'data.{name}.annotations is not read where data.dataset is "folders": remove it')

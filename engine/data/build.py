@@ -8,7 +8,8 @@ from typing import Any
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError, build_dataset, check_same_classes, read_annotations, read_classes
+from engine.data.coco import Classes, DataError, build_dataset, check_same_classes, read_annotations, read_classes, \
+    settle_file_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +39,25 @@ def split_files(data: DataConfig) -> dict[str, SplitConfig]:
 
 def _shapes_split(root: Path, split: str, task: str) -> SplitConfig:
     folder = root / "annotations"
+    if task == "semantic":
+        ade, name = root / "ADEChallengeData2016", {"train": "training", "val": "validation"}[split]
+        return SplitConfig(annotations=str(ade / "annotations" / name), images=str(ade / "images" / name))
     if task == "panoptic":
         return SplitConfig(annotations=str(folder / f"panoptic_{split}2017.json"), images=str(root / f"{split}2017"),
                            panoptic=str(folder / f"panoptic_{split}2017"))
     return SplitConfig(annotations=str(folder / f"instances_{split}2017.json"), images=str(root / f"{split}2017"))
 
 
+def read_content(files: SplitConfig) -> dict[str, Any]:
+    """The annotation file of a split, whose image names lead to images of its folder."""
+    content = read_annotations(files.annotations)
+    settle_file_names(content, files.images)
+    return content
+
+
 def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
     files = split_files(data)
-    contents = {name: read_annotations(split.annotations) for name, split in files.items()}
+    contents = {name: read_content(split) for name, split in files.items()}
     panoptic = data.task == "panoptic"
     classes = read_classes(contents["train"], panoptic=panoptic)
     check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotations)

@@ -13,7 +13,8 @@ from PIL import Image
 from engine import distributed
 from engine.config.errors import ConfigError
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError, check_same_classes, read_annotations, read_classes
+from engine.data.coco import Classes, DataError, check_same_classes, read_annotations, read_classes, \
+    settle_file_names
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # Side of the square around an object, in units of the longer side of its box: some surroundings belong to a picture.
@@ -140,6 +141,7 @@ def list_class_folders(folder: Path) -> tuple[Listing, Classes]:
 def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
     """The objects of a COCO file, without crowds and slivers, each with a square around it."""
     content = read_annotations(files.annotations)
+    settle_file_names(content, files.images)
     classes = read_classes(content, panoptic=False)
     if not Path(files.images).is_dir():
         raise DataError(f"image folder {files.images} does not exist: check data.root and the split's images")

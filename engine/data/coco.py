@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 from engine.config.errors import UserError, nearest
 from engine.config.schema import DataConfig, SplitConfig
@@ -27,14 +27,16 @@ class Classes(NamedTuple):
         return self.things + self.stuff
 
     def to_meta(self) -> dict[str, Any]:
-        """As files carry them, under mmdet's key `classes`."""
-        meta = {"classes": list(self.all), "category_ids": list(self.category_ids)}
-        return {**meta, "stuff": list(self.stuff)} if self.stuff else meta
+        """As weight files carry them, under mmdet's names; ids are ours."""
+        meta = dict(classes=list(self.all), category_ids=list(self.category_ids))
+        return meta | (dict(thing_classes=list(self.things), stuff_classes=list(self.stuff)) if self.stuff else {})
 
     @classmethod
-    def from_meta(cls, meta: dict[str, Any]) -> "Classes":
-        names, stuff = tuple(meta["classes"]), tuple(meta.get("stuff", ()))
-        return cls(names[:len(names) - len(stuff)], stuff, tuple(meta.get("category_ids", range(1, len(names) + 1))))
+    def from_meta(cls, meta: Mapping[str, Any]) -> "Classes":
+        """Of a weight file that names its classes. One of mmdet has no ids."""
+        names = tuple(meta["classes"])
+        things = len(names) - len(meta.get("stuff_classes", ()))
+        return cls(names[:things], names[things:], tuple(meta.get("category_ids", range(1, len(names) + 1))))
 
 
 def read_annotations(path: str) -> dict[str, Any]:
@@ -95,63 +97,55 @@ def check_same_classes(train: Classes, val: Classes, val_path: str, *, kind: str
                         + nearest(odd, set(train.all) & set(val.all)))
 
 
-def train_pipeline(data: DataConfig) -> list[dict[str, Any]]:
+def train_pipeline(data: DataConfig, load: Any) -> list[Any]:
+    """`load` is what reads the annotations of an image."""
     if data.train_scales is not None:
         resize = dict(type="RandomResize", scale=[tuple(s) for s in data.train_scales], keep_ratio=True)
     else:
         resize = dict(type="Resize", scale=tuple(data.scale), keep_ratio=True)
-    return [dict(type="LoadImageFromFile", backend_args=None), _load_annotations(data.task), resize,
+    return [dict(type="LoadImageFromFile", backend_args=None), load, resize,
             dict(type="RandomFlip", prob=data.flip), *[dict(step) for step in data.augmentation],
             dict(type="PackDetInputs")]
 
 
-def test_pipeline(data: DataConfig) -> list[dict[str, Any]]:
+def test_pipeline(data: DataConfig, load_truth: Any = None) -> list[Any]:
+    """`load_truth` puts under `truth` what each rank scores its images against, where no rank can do so for all."""
+    keys = ("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")
     return [dict(type="LoadImageFromFile", backend_args=None),
-            dict(type="Resize", scale=tuple(data.scale), keep_ratio=True),
-            dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor"))]
-
-
-def _load_annotations(task: str) -> dict[str, Any]:
-    if task == "panoptic":
-        return dict(type="LoadPanoptic")
-    return dict(type="LoadAnnotations", with_bbox=True, with_mask=task == "instance")
+            dict(type="Resize", scale=tuple(data.scale), keep_ratio=True), *([] if load_truth is None else [load_truth]),
+            dict(type="PackDetInputs", meta_keys=keys if load_truth is None else (*keys, "truth", "shown"))]
 
 
 def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool,
                   content: dict[str, Any]) -> Any:
-    """An mmdet data set over one split. A panoptic one is read from its PNGs in training only: scoring needs no maps."""
-    import contextlib
-    import io
-
+    """An mmdet data set over one split."""
     from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
-
-    from mmdet.datasets import CocoPanopticDataset
-
-    import engine.data.panoptic  # noqa: F401  registers LoadPanoptic
 
     _check_split(data, split, content)
     if training and not data.keep_empty and not _has_objects(content, classes):  # mmdet fails on an empty list (3.5.1)
         raise DataError(f"no image of {split.annotations} has an annotated object: "
                         "set data.keep_empty to true to train on empty images all the same")
     options: dict[str, Any] = dict(
-        ann_file=split.annotations, metainfo=dict(classes=classes.all), data_prefix=dict(img=split.images),
-        pipeline=train_pipeline(data) if training else test_pipeline(data), test_mode=not training,
+        content=content, data_prefix=dict(img=split.images), test_mode=not training,
         filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None)
-    if data.task == "panoptic" and training:
-        options["metainfo"].update(thing_classes=classes.things, stuff_classes=classes.stuff)
-        options["data_prefix"]["seg"] = split.panoptic
-        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-            return CocoPanopticDataset(**options)
-    return GigadetCoco(content=content, **options)
+    if data.task == "panoptic":
+        from engine.data.panoptic import LoadPanoptic, LoadTruth, PanopticCoco
+
+        pipeline = train_pipeline(data, LoadPanoptic()) if training else test_pipeline(data, LoadTruth())
+        return PanopticCoco(classes=classes, source=split.annotations, folder=split.panoptic, pipeline=pipeline, **options)
+    load = dict(type="LoadAnnotations", with_bbox=True, with_mask=data.task == "instance")
+    return GigadetCoco(metainfo=dict(classes=classes.all), ann_file=split.annotations,
+                       pipeline=train_pipeline(data, load) if training else test_pipeline(data), **options)
 
 
 def _has_objects(content: dict[str, Any], classes: Classes) -> bool:
-    """Whether mmdet's filter of empty images leaves any: one with a box, or with a segment of a thing."""
+    """Whether the filter of empty images leaves any: one with a box, or with a segment of a thing."""
     images = {image["id"] for image in content["images"]}
     things = set(classes.category_ids[:len(classes.things)])
     return any(annotation["image_id"] in images and (
         "bbox" in annotation and annotation["category_id"] in things
-        or any(segment["category_id"] in things for segment in annotation.get("segments_info", ())))
+        or any(segment["category_id"] in things and not segment.get("iscrowd")
+               for segment in annotation.get("segments_info", ())))
         for annotation in content["annotations"])
 
 
@@ -173,8 +167,20 @@ def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) 
     if data.task == "panoptic":
         if split.panoptic is None or not Path(split.panoptic).is_dir():
             raise DataError(f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}')
-        if not any("segments_info" in a for a in content["annotations"][:1]):
-            raise DataError(f'{split.annotations} is not a panoptic file: its annotations have no "segments_info"')
+        from engine.data.panoptic import check_segments
+
+        check_segments(content, split.annotations)
+
+
+def settle_file_names(content: dict[str, Any], folder: str) -> None:
+    """Let `file_name` lead from the image folder to the images.
+
+    Objects365's second version names `images/v1/patch8/NAME.jpg`, and its archives unpack to `patch8/NAME.jpg`.
+    """
+    first = Path(content["images"][0]["file_name"])
+    if len(first.parts) > 2 and not (Path(folder) / first).is_file() and Path(folder, *first.parts[-2:]).is_file():
+        for image in content["images"]:
+            image["file_name"] = str(Path(*Path(image["file_name"]).parts[-2:]))
 
 
 def landscape_flags(dataset: Any) -> Sequence[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from engine.data.coco import DataError
 from engine.data.order import SampleKey
 from engine.mmdet_setup import import_mmdet
 from engine.randomness import SAMPLE, seed_all
@@ -51,6 +52,8 @@ def load_sample(dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
     except Exception as error:  # whatever a transform raises: the file is named and the run stops with it
+        if isinstance(error, DataError):  # it says all there is to say
+            return Unreadable(str(error))
         path = dataset.get_data_info(index)["img_path"]
         if isinstance(error, FileNotFoundError):
             return Unreadable(f"image {path} does not exist, though the annotation file lists it")

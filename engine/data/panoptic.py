@@ -1,28 +1,140 @@
-"""Panoptic PNGs for mmdet, without the package panopticapi, which is on no registry."""
+"""COCO-panoptic as it is downloaded: a JSON of segments beside a folder of PNGs, for mmdet and for scoring.
+
+mmdet's own data set needs the package panopticapi, which is on no registry, takes the order of the file's categories
+for that of the classes, and does not look whether a PNG fits its entry (3.5.1).
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 
-from engine.mmdet_setup import import_mmdet
+from engine.data.coco import Classes, DataError
+from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
+from engine.data.panoptic_map import PanopticMap, read_ids
 
-import_mmdet()
-from mmdet.datasets.transforms import LoadAnnotations, LoadPanopticAnnotations  # noqa: E402
-from mmdet.registry import TRANSFORMS  # noqa: E402
+from mmdet.datasets.transforms import LoadAnnotations  # noqa: E402
+from mmdet.structures.mask import BitmapMasks  # noqa: E402
 
-
-def segment_ids(png: np.ndarray) -> np.ndarray:
-    """Segment id of every pixel of an RGB panoptic PNG: R + 256 G + 256^2 B."""
-    png = png.astype(np.int64)
-    return png[..., 0] + 256 * png[..., 1] + 256**2 * png[..., 2]
+IGNORED = 255  # class of void pixels in mmdet's training maps
 
 
-@TRANSFORMS.register_module(force=True)
-class LoadPanoptic(LoadPanopticAnnotations):
-    """mmdet's LoadPanopticAnnotations, which needs panopticapi for nothing but `segment_ids`."""
+class PanopticCoco(GigadetCoco):
+    """Images with their segments. The first `shown` of them are marked for drawing."""
 
-    def __init__(self, **options: Any) -> None:
-        self.rgb2id = segment_ids
-        LoadAnnotations.__init__(self, with_bbox=True, with_label=True, with_mask=True, with_seg=True, **options)
+    shown = 0
+
+    def __init__(self, *, classes: Classes, source: str, folder: str, **options: Any) -> None:
+        self._classes, self._source, self._folder = classes, source, folder
+        super().__init__(metainfo=dict(classes=classes.all, thing_classes=classes.things,
+                                       stuff_classes=classes.stuff), **options)
+
+    def load_data_list(self) -> list[dict]:
+        content, self._content = self._content, {}
+        names = {category["id"]: category["name"] for category in content["categories"]}
+        labels = {category: self._classes.all.index(name) for category, name in names.items()}
+        annotations = {annotation["image_id"]: annotation for annotation in content["annotations"]}
+        return [self._entry(image, annotations[image["id"]], labels) for image in content["images"]]
+
+    def _entry(self, image: dict[str, Any], annotation: dict[str, Any], labels: dict[int, int]) -> dict[str, Any]:
+        segments = []
+        for segment in annotation["segments_info"]:
+            label, crowd = labels[segment["category_id"]], bool(segment.get("iscrowd"))
+            segments.append(dict(id=segment["id"], label=label, crowd=crowd,
+                                 object=label < len(self._classes.things) and not crowd))
+        return dict(img_path=str(Path(self.data_prefix["img"]) / image["file_name"]), img_id=image["id"],
+                    height=image["height"], width=image["width"], segments=segments,
+                    png=str(Path(self._folder) / annotation["file_name"]), source=self._source)
+
+    def filter_data(self) -> list[dict]:
+        """Without images that show no object, as mmdet trains panoptic detectors, unless they are asked for."""
+        if self.test_mode or not (self.filter_cfg or {}).get("filter_empty_gt"):
+            return self.data_list
+        return [entry for entry in self.data_list if any(segment["object"] for segment in entry["segments"])]
+
+    def get_data_info(self, index: int) -> dict[str, Any]:
+        return {**super().get_data_info(index), "shown": index < self.shown}
+
+
+def check_segments(content: dict[str, Any], path: str) -> None:
+    """Every image has its entry, and every segment an id of its own and a known category."""
+    categories = {category["id"] for category in content["categories"]}
+    known = set()
+    for place, annotation in enumerate(content["annotations"]):
+        where = f"annotation file {path}: annotations[{place}]"
+        if not isinstance(annotation.get("segments_info"), list):
+            raise DataError(f'{path} is not a panoptic file: annotations[{place}] has no "segments_info"')
+        if not isinstance(annotation.get("file_name"), str):
+            raise DataError(f'{where} has no "file_name", the name of its PNG')
+        ids = set()
+        for segment in annotation["segments_info"]:
+            lacking = [key for key in ("id", "category_id") if key not in segment]
+            if lacking:
+                raise DataError(f'{where} has a segment without "{lacking[0]}"')
+            if segment["category_id"] not in categories:
+                raise DataError(f"{where} has a segment of category {segment['category_id']}, "
+                                "which is not among the categories")
+            if segment["id"] in ids:
+                raise DataError(f"{where} has the segment {segment['id']} twice")
+            ids.add(segment["id"])
+        if annotation["image_id"] in known:
+            raise DataError(f"{where} is the second one of image {annotation['image_id']}")
+        known.add(annotation["image_id"])
+    for image in content["images"]:
+        if image["id"] not in known:
+            raise DataError(f"annotation file {path}: image {image['file_name']} has no segments (no entry in annotations)")
+
+
+def read_truth(info: dict[str, Any], shape: tuple[int, int]) -> PanopticMap:
+    """The map of an image of the data set, which is `shape` (height, width) large."""
+    path = info["png"]
+    try:
+        ids = read_ids(path)
+    except FileNotFoundError:
+        raise DataError(f"panoptic PNG {path} does not exist, though {info['source']} lists it") from None
+    except OSError as error:
+        raise DataError(f"panoptic PNG {path} cannot be read ({error})") from None
+    if ids.shape != shape:
+        raise DataError(f"panoptic PNG {path} has {ids.shape[1]} x {ids.shape[0]} pixels, but its image "
+                        f"{info['img_path']} has {shape[1]} x {shape[0]}")
+    found, pixels = np.unique(ids, return_inverse=True)
+    number = {segment["id"]: place for place, segment in enumerate(info["segments"], 1)} | {0: 0}
+    unlisted = [value for value in found.tolist() if value not in number]
+    if unlisted:
+        raise DataError(f"panoptic PNG {path} has pixels of segment {unlisted[0]}, which {info['source']} does not list")
+    pixels = np.array([number[value] for value in found.tolist()], np.int32)[pixels.reshape(ids.shape)]
+    return PanopticMap(pixels=pixels, labels=np.array([s["label"] for s in info["segments"]], np.int64),
+                       crowd=np.array([s["crowd"] for s in info["segments"]], bool))
+
+
+class LoadPanoptic(LoadAnnotations):
+    """For training: boxes, masks and labels of the objects, and the class of every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__(with_bbox=True, with_label=True, with_mask=True, with_seg=True)
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        truth = read_truth(results, results["ori_shape"])
+        masks, instances = [], []
+        for place, segment in enumerate(results["segments"], 1):
+            mask = (truth.pixels == place).astype(np.uint8)
+            if segment["object"] and mask.any():
+                x, y, width, height = cv2.boundingRect(mask)
+                masks.append(mask)
+                instances.append(dict(bbox=[x, y, x + width, y + height], bbox_label=segment["label"], ignore_flag=0))
+        results["instances"] = instances
+        self._load_bboxes(results)
+        self._load_labels(results)
+        results["gt_masks"] = BitmapMasks(masks, *truth.pixels.shape)
+        results["gt_seg_map"] = truth.class_map(IGNORED).astype(np.uint8)
+        return results
+
+
+class LoadTruth:
+    """For scoring: the map at the size of the image as it is on disk."""
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        return {**results, "truth": read_truth(results, results["ori_shape"])}

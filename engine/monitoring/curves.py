@@ -46,7 +46,9 @@ def draw_curves(work_dir: Path) -> Path:
                              "accuracy_top5")
              if any(key in record for record in evaluations)]
     for key in names:
-        score_axes.plot(*_numbers(evaluations, key), marker="o", markersize=3, label=key)
+        x, y = _numbers(evaluations, key)
+        share = [value / 100 for value in y] if key in ("PQ", "mIoU") else y  # those two are in percent
+        score_axes.plot(x, share, marker="o", markersize=3, label=key)
     score_axes.set(title="validation", xlabel="optimizer step", ylim=(0, 1))
     if names:
         score_axes.legend(fontsize=7)

@@ -1,4 +1,4 @@
-"""Predictions on images: boxes and masks beside ground truth or alone, and classes above."""
+"""Predictions on images: boxes, masks and regions beside ground truth or alone, and classes above."""
 
 from __future__ import annotations
 
@@ -15,13 +15,45 @@ def _colour(label: int) -> tuple[int, int, int]:
     return int(red * 255), int(green * 255), int(blue * 255)
 
 
+def _enlarged(image: np.ndarray) -> tuple[np.ndarray, int]:
+    """A copy, and its scale: small images are enlarged, so that a label fits beside an object of twenty pixels."""
+    import cv2
+
+    scale = max(1, round(480 / max(image.shape[:2])))
+    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC) if scale > 1 else image.copy(), scale
+
+
+def draw_regions(image: np.ndarray, regions: np.ndarray, labels: Sequence[int], names: Sequence[str]) -> np.ndarray:
+    """A copy of an RGB image under its map: 0 is nothing and stays as it is, k is a region of class `labels[k - 1]`."""
+    import cv2
+
+    canvas, scale = _enlarged(image)
+    large = cv2.resize(regions.astype(np.int32), canvas.shape[1::-1], interpolation=cv2.INTER_NEAREST)
+    shown = [int(region) for region in np.unique(large) if region > 0]
+    for region in shown:
+        mask = large == region
+        canvas[mask] = (0.4 * canvas[mask] + 0.6 * np.array(_colour(int(labels[region - 1])))).astype(np.uint8)
+    edge = np.zeros(large.shape, bool)
+    edge[:, 1:] |= large[:, 1:] != large[:, :-1]
+    edge[1:] |= large[1:] != large[:-1]
+    canvas[edge] = 255
+    for region in shown:
+        inside = cv2.distanceTransform(np.pad((large == region).astype(np.uint8), 1), cv2.DIST_L2, 3)
+        _, depth, _, (x, y) = cv2.minMaxLoc(inside)
+        text = names[labels[region - 1]]
+        (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.42, 1)
+        if depth > height:  # where it is widest, if it is wide enough to be seen below its name
+            at = (int(np.clip(x - width // 2, 0, max(canvas.shape[1] - width, 0))), int(y + height // 2))
+            cv2.putText(canvas, text, at, cv2.FONT_HERSHEY_SIMPLEX, 0.42, (0, 0, 0), 3, cv2.LINE_AA)
+            cv2.putText(canvas, text, at, cv2.FONT_HERSHEY_SIMPLEX, 0.42, (255, 255, 255), 1, cv2.LINE_AA)
+    return canvas
+
+
 def draw_objects(image: np.ndarray, objects: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
     """A copy of an RGB image with `objects`: `bbox` (xyxy), `label`, optional `score` and `mask`."""
     import cv2
 
-    # Small images are enlarged, so that a label fits beside a box of twenty pixels.
-    scale = max(1, round(480 / max(image.shape[:2])))
-    canvas = cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC) if scale > 1 else image.copy()
+    canvas, scale = _enlarged(image)
     for item in objects:
         mask = item.get("mask")
         if mask is not None:
@@ -52,9 +84,10 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def save_image(path: Path, image: np.ndarray) -> None:
+    """An RGB picture, or one number for each pixel."""
     import cv2
 
-    if not cv2.imwrite(str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR)):  # it answers False and says nothing
+    if not cv2.imwrite(str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR) if image.ndim == 3 else image):  # it answers False and says nothing
         from engine.data.coco import DataError
 
         raise DataError(f"picture {path} cannot be written")

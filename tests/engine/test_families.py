@@ -27,7 +27,11 @@ FAMILIES = {
     "htc": ("instance", "mmdet::htc/htc-without-semantic_r50_fpn_1x_coco.py",
             {**SMALL_RCNN, **THIN_CASCADE, **THIN_HTC_MASKS}),
     "panoptic_fpn": ("panoptic", "mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", SMALL_RCNN),
+    "panoptic_fpn_swin": ("panoptic", "panoptic_fpn_swin_t", {**SMALL_RCNN, **SWIN}),
+    "semantic_fpn": ("semantic", "semantic_fpn_r50", R18),
+    "semantic_fpn_swin": ("semantic", "semantic_fpn_swin_t", SWIN),
 }
+SCORES = {"detection": "bbox_mAP", "instance": "segm_mAP", "panoptic": "PQ_st", "semantic": "mIoU"}
 
 
 def family(name, stage):
@@ -35,7 +39,7 @@ def family(name, stage):
     options = {k: v for k, v in options.items() if not (k.startswith("backbone.") and "backbone" in options)}
     return {"detector": {"config": config, "options": options}, "data": {"task": task},
             "zero_optimization": {"stage": stage}, "schedule": {"steps": 2},
-            "run": {"eval_interval": None if task != "panoptic" else 0, "draw": 2}}
+            "run": {"eval_interval": None, "draw": 2}}
 
 
 def train_family(name, stage, zero_init=False):
@@ -50,9 +54,9 @@ def test_family_trains_and_is_scored(ranks, name, stage):
     records, metrics, files = ranks.run(train_family, 2, name, stage)[0]
     assert len(records) == 2 and all(0 < record["loss"] < 1e3 for record in records)
     task = FAMILIES[name][0]
-    if task != "panoptic":
-        assert 0 <= metrics["bbox_mAP"] <= 1 and ("segm_mAP" in metrics) == (task == "instance")
-        assert {"eval.json", "results.bbox.json", "curves.png", "predictions.png"} <= set(files)
+    assert 0 <= metrics[SCORES[task]] <= 100 and ("segm_mAP" in metrics) == (task == "instance")
+    results = "results.bbox.json" if task in ("detection", "instance") else "results.classes.json"
+    assert {"eval.json", results, "curves.png", "predictions.png"} <= set(files)
 
 
 def test_parameters_without_dimensions_train_alike_partitioned_from_the_start(ranks):

@@ -79,7 +79,8 @@ def test_a_key_like_no_other_gets_no_guess():
     ("optimizer.paramwise.lr_mult.neck=-1", "optimizer.paramwise.lr_mult.neck must be at least 0.0, got -1"),
     ("data.scale=[640,8]", "data.scale must be two sides of at least 16 pixels, got [640, 8]"),
     ("data.train_scales=[[640,480]]", "data.train_scales must be two [longer, shorter] pairs, got [[640, 480]]"),
-    ("data.task=boxes", "data.task must be one of 'detection', 'instance', 'panoptic' or 'classification', got 'boxes'"),
+    ("data.task=boxes", "data.task must be one of 'detection', 'instance', 'panoptic', 'semantic' or 'classification', "
+                       "got 'boxes'"),
     ("schedule.decay=linear", "schedule.decay must be one of 'multistep', 'poly', 'cosine' or 'constant', got 'linear'"),
     ("schedule.steps=5", "schedule needs exactly one of epochs and steps"),
     ("data.val=null", 'data.val is missing: give {"annotations": FILE, "images": FOLDER}, '

@@ -248,3 +248,27 @@ def test_augmentation_belongs_to_the_key_not_to_order_or_worker(folder, workers)
     first = one_by_one[keys[0]]
     others = [one_by_one[SampleKey(0, 5, 0)], one_by_one[SampleKey(1, 0, 0)], load([keys[:1]], seed=1)[keys[0]]]
     assert not any(other.shape == first.shape and torch.equal(other, first) for other in others)
+
+
+def test_objects365_as_unpacked_is_found_below_its_patches(folder, tmp_path):
+    """Its file says images/v1/patch8/NAME.jpg, its archives unpack to patch8/NAME.jpg."""
+    import shutil
+
+    content = content_of()
+    for number, image in enumerate(content["images"]):
+        patch = f"patch{number % 2}"
+        (tmp_path / "train" / patch).mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "images" / image["file_name"], tmp_path / "train" / patch)
+        image["file_name"] = f"images/v{1 + number % 2}/{patch}/{image['file_name']}"
+    files = SplitConfig(annotations=write(tmp_path / "zhiyuan_objv2_train.json", content), images=str(tmp_path / "train"))
+    train, val, _ = build_data(DataConfig(train=files, val=files, scale=[64, 64], workers=0))
+    assert len(val.dataset) == 5 and all(val.dataset[k]["inputs"].shape[0] == 3 for k in range(5))
+    assert val.content["images"][1]["file_name"] == "patch1/900.png"
+    # Names that lead to images are left alone, however deep.
+    content = content_of()
+    for image in content["images"]:
+        (tmp_path / "deep" / "a" / "b").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "images" / image["file_name"], tmp_path / "deep" / "a" / "b")
+        image["file_name"] = f"a/b/{image['file_name']}"
+    files = SplitConfig(annotations=write(tmp_path / "deep.json", content), images=str(tmp_path / "deep"))
+    assert build_data(DataConfig(train=files, val=files, workers=0))[1].content["images"][0]["file_name"] == "a/b/5.png"

@@ -1,0 +1,22 @@
+"""Images of which nothing is known, in the form of a test data set: prediction is the same code as in evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Sequence
+
+
+class PlainImages:
+    def __init__(self, paths: Sequence[Path], pipeline: Sequence[Any]) -> None:
+        from mmengine.dataset import Compose
+
+        self.paths, self.pipeline = paths, Compose(pipeline)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def get_data_info(self, index: int) -> dict[str, Any]:
+        return dict(img_path=str(self.paths[index]), img_id=index + 1)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pipeline(self.get_data_info(index))

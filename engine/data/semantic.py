@@ -1,0 +1,154 @@
+"""ADE20K as it is downloaded: images beside PNGs of class numbers, in two folders with the same file names.
+
+    ADEChallengeData2016/images/training/ADE_train_00000001.jpg
+    ADEChallengeData2016/annotations/training/ADE_train_00000001.png      0: no class, k: class k
+    ADEChallengeData2016/objectInfo150.txt                                a line for each class
+
+Class k is label k - 1 of a model, and what has no class is ignored in training and in scoring.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+from PIL import Image
+
+from engine import distributed
+from engine.config.schema import DataConfig, SplitConfig
+from engine.data.classification import IMAGE_SUFFIXES
+from engine.data.coco import Classes, DataError, test_pipeline, train_pipeline
+
+IGNORED = 255
+CLASS_TABLE = "objectInfo150.txt"
+UNNAMED_CLASSES = 150
+
+
+def read_class_table(maps: Path) -> Classes:
+    """The classes of a data set whose maps lie in `maps`, from the table two folders above; numbered without one."""
+    table = maps.parent.parent / CLASS_TABLE
+    if not table.is_file():
+        names = [f"class {number}" for number in range(1, UNNAMED_CLASSES + 1)]
+    else:
+        lines = table.read_text().splitlines()[1:]
+        rows = [line.split("\t") for line in lines if line.strip()]
+        numbers = [row[0].strip() for row in rows]
+        if numbers != [str(number) for number in range(1, len(rows) + 1)] or not 1 <= len(rows) < IGNORED - 1:
+            raise DataError(f"class table {table} must have a line for each class after its heading, numbered from 1, with "
+                            "the name after the last tab, and at most 253 of them")
+        synonyms = [row[-1].strip() for row in rows]
+        names = [text.split(",")[0].strip() for text in synonyms]
+        if len(set(names)) != len(names):
+            names = synonyms
+    return Classes(tuple(names), (), tuple(range(1, len(names) + 1)))
+
+
+def list_pairs(files: SplitConfig) -> list[tuple[str, str]]:
+    """File names of images and of their maps, in the order of their names. One rank looks, for all."""
+    with distributed.together():
+        pairs = _list_pairs(Path(files.images), Path(files.annotations)) if distributed.rank() == 0 else None
+    return distributed.broadcast_object(pairs)
+
+
+def _list_pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
+    for folder, what in ((images, "images"), (maps, "annotations")):
+        if not folder.is_dir():
+            raise DataError(f"folder {folder} does not exist: check data.root and the split's {what}")
+    found = sorted(name for name in os.listdir(images) if name.lower().endswith(IMAGE_SUFFIXES))
+    if not found:
+        raise DataError(f"folder {images} holds no image ({', '.join(IMAGE_SUFFIXES)})")
+    known = set(os.listdir(maps))
+    pairs = [(name, f"{Path(name).stem}.png") for name in found]
+    for image, png in pairs:
+        if png not in known:
+            raise DataError(f"class map {maps / png} does not exist, though there is an image {images / image}")
+    return pairs
+
+
+def read_class_map(path: str, shape: tuple[int, int], classes: int, image: str) -> np.ndarray:
+    """The label of every pixel of an image that is `shape` (height, width) large."""
+    try:
+        with Image.open(path) as picture:
+            numbers = np.asarray(picture)
+    except FileNotFoundError:
+        raise DataError(f"class map {path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"class map {path} cannot be read ({error})") from None
+    if numbers.ndim != 2:
+        raise DataError(f"class map {path} is a picture in colours: a PNG with one number for each pixel is needed")
+    if numbers.shape != shape:
+        raise DataError(f"class map {path} has {numbers.shape[1]} x {numbers.shape[0]} pixels, but its image {image} has "
+                        f"{shape[1]} x {shape[0]}")
+    unknown = numbers[(numbers > classes) & (numbers != IGNORED)]
+    if unknown.size:
+        raise DataError(f"class map {path} has class {unknown[0]}, but there are classes 1 to {classes} (0 or {IGNORED}: none)")
+    # In bytes 0 - 1 is 255, which is what is ignored; 255 itself becomes 254.
+    labels = numbers.astype(np.uint8) - np.uint8(1)
+    labels[labels == IGNORED - 1] = IGNORED
+    return labels
+
+
+class LoadClassMap:
+    """Reads an image's labels: under `gt_seg_map` they go through mmdet's transforms, under `truth` they stay as they are."""
+
+    def __init__(self, classes: int, key: str) -> None:
+        self.classes, self.key = classes, key
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        labels = read_class_map(results["png"], results["ori_shape"], self.classes, results["img_path"])
+        return {**results, self.key: labels}
+
+
+class VariedCrop:
+    """A random part of an image in which no class covers more than `max_share`, as mmseg crops ADE20K for training.
+
+    Ten places are tried, and the last is taken as it is. An image smaller than `size` (height, width) keeps its own.
+    In a config: `"augmentation": [{"type": "VariedCrop", "size": [512, 512]}]`.
+    """
+
+    def __init__(self, size: Sequence[int], max_share: float = 0.75) -> None:
+        self.size, self.max_share = size, max_share
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        labels = results["gt_seg_map"]
+        for _ in range(10):
+            # numpy's generator, which the loader seeds for each sample.
+            top, left = (np.random.randint(0, max(whole - part, 0) + 1) for whole, part in zip(labels.shape, self.size))
+            place = np.s_[top:top + self.size[0], left:left + self.size[1]]
+            counts = np.bincount(labels[place].ravel(), minlength=IGNORED + 1)[:IGNORED]
+            if np.count_nonzero(counts) > 1 and counts.max() < self.max_share * counts.sum():
+                break
+        image = results["img"][place]
+        return {**results, "img": image, "gt_seg_map": labels[place], "img_shape": image.shape[:2]}
+
+
+class ClassMapImages:
+    """Images with their maps as a data set for the loaders. The first `shown` of them are marked for drawing."""
+
+    shown = 0
+
+    def __init__(self, data: DataConfig, files: SplitConfig, classes: Classes, *, training: bool) -> None:
+        from engine.mmdet_setup import import_mmdet
+
+        import_mmdet()
+        from mmdet.registry import TRANSFORMS
+        from mmengine.dataset import Compose
+
+        TRANSFORMS.register_module(module=VariedCrop, force=True)
+        self.files, self.pairs = files, np.array(list_pairs(files))  # an array, which loader processes share
+        count = len(classes.things)
+        self.pipeline = Compose(train_pipeline(data, LoadClassMap(count, "gt_seg_map")) if training
+                                else test_pipeline(data, LoadClassMap(count, "truth")))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def get_data_info(self, index: int) -> dict[str, Any]:
+        image, png = self.pairs[index]
+        return dict(img_path=os.path.join(self.files.images, image), png=os.path.join(self.files.annotations, png),
+                    img_id=index + 1, shown=index < self.shown)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pipeline(self.get_data_info(index))

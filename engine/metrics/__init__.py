@@ -1,0 +1,1 @@
+"""Scores of segmentation, computed from small tables per image that ranks gather instead of maps."""
