@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_run import distance, merged, train_tiny
+from tiny_run import distance, merged, saved_weights, train_tiny
 
 from engine.config import ConfigError, parse_config
 from engine.data.coco import DataError
@@ -86,7 +86,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(run):
 
 def test_a_checkpoint_knows_things_from_stuff(run):
     task, _, _, checkpoint, _, (_, classes), _ = run
-    names = torch.load(checkpoint, weights_only=True)["meta"]["dataset_meta"]
+    names = saved_weights(checkpoint)[1]["dataset_meta"]
     assert tuple(names["classes"]) == classes.all and len(classes.all) == 10
     assert len(classes.stuff) == (4 if task == "panoptic" else 0)
     assert classes.category_ids == ((1, 3, 4, 18, 44, 90, 154, 171, 187, 193) if task == "panoptic" else tuple(range(1, 11)))

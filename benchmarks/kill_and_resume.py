@@ -1,0 +1,179 @@
+"""Kill -9 one rank or all of them, again and again, inside saving too, and see that the run ends as if nothing had been.
+
+  python benchmarks/kill_and_resume.py --kills 40 --stage 2
+
+A tiny detector trains on two ranks and saves every other step. Each life is ended at a random moment; in half of them the
+kill waits for a checkpoint that is being written. Every next life must find a whole checkpoint. In the end weights and
+records must equal those of a run in one piece, bit for bit. Ranks are forked from a process that has imported everything,
+so that a life costs seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+os.environ["OMP_NUM_THREADS"] = "1"
+
+WORLD = 2
+
+
+def settings(work_dir: Path, stage: int, steps: int) -> dict:
+    from tiny_run import merged
+
+    return merged({
+        "zero_optimization": {"stage": stage}, "schedule": {"steps": steps, "warmup_steps": 5, "decay": "cosine"},
+        "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-3, "tau": 3, "alpha": 0.9, "start_step": 0}},
+        "run": {"work_dir": str(work_dir), "checkpoint_interval": 0.67, "ema": 0.99}})
+
+
+def live(config: dict, rank: int, store: str, log: Path) -> None:
+    """One rank of one life, in a forked process."""
+    output = open(log, "a", buffering=1)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD))
+    from engine import distributed
+    from engine.config import parse_config
+    from engine.training import train
+    from engine.work_dir import Resume
+
+    distributed.init_distributed(init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    train(parse_config(config), Resume())
+    os._exit(0)
+
+
+def start(config: dict, log: Path) -> list[int]:
+    store = tempfile.mktemp(prefix="gigadet-store-")
+    pids = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                live(config, rank, store, log)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    return pids
+
+
+def ended(pid: int) -> int | None:
+    """The exit code of a child, or None while it runs."""
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def wait(pids: list[int]) -> None:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise SystemExit(f"a rank ended with {codes}")
+
+
+def steps_on_record(work_dir: Path) -> int:
+    with contextlib.suppress(OSError):
+        return (work_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def saving(work_dir: Path) -> bool:
+    return any((work_dir / "checkpoints").glob(".saving-*"))
+
+
+def end_life(pids: list[int], work_dir: Path, chance: random.Random) -> tuple[str, bool] | None:
+    """Kill one rank or all at a random moment; None where the run came to its end before."""
+    inside = chance.random() < 0.5
+    first, deadline = steps_on_record(work_dir), time.monotonic() + chance.uniform(0.2, 12)
+    while time.monotonic() < deadline + 20:
+        codes = [ended(pid) for pid in pids[:1]]
+        if codes[0] is not None:
+            if codes[0]:
+                raise SystemExit(f"rank 0 ended by itself with {codes[0]}")
+            wait(pids[1:])
+            return None
+        if inside and saving(work_dir) and steps_on_record(work_dir) != first and chance.random() < 0.3:
+            time.sleep(chance.uniform(0, 0.02))
+            break
+        if not inside and time.monotonic() > deadline:
+            break
+        time.sleep(0.002)
+    hit_saving = saving(work_dir)
+    victims = pids if chance.random() < 0.5 else [chance.choice(pids)]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    if len(victims) < len(pids):
+        time.sleep(1)  # what is left waits in a collective until a launcher ends it
+        for pid in pids:
+            if pid not in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return ("all ranks" if len(victims) == len(pids) else f"rank {pids.index(victims[0])}"), hit_saving
+
+
+def outcome(work_dir: Path) -> tuple[dict, list[dict]]:
+    from tiny_run import saved_weights
+
+    costs = ("images_per_second", "seconds", "memory_gb")
+    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
+    tensors = {**{f"weights {k}": v for k, v in saved_weights(work_dir)[0].items()},
+               **{f"averages {k}": v for k, v in saved_weights(work_dir, ema=True)[0].items()}}
+    return tensors, [{key: value for key, value in record.items() if key not in costs} for record in records]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--kills", type=int, default=40)
+    arguments.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
+    arguments.add_argument("--steps", type=int, default=400, help="length of the run; it must outlast the kills")
+    arguments.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = arguments.parse_args()
+    began = time.monotonic()
+    from engine.distributed import import_deepspeed
+
+    import_deepspeed()
+    import engine.training  # noqa: F401
+    from engine.mmdet_setup import import_mmdet
+
+    import_mmdet()
+    chance = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="gigadet-soak-"))
+    config = settings(folder / "killed", options.stage, options.steps)
+    kills = inside = 0
+    while kills < options.kills:
+        pids = start(config, folder / "killed.log")
+        life = end_life(pids, folder / "killed", chance)
+        if life is None:
+            raise SystemExit(f"the run ended after {kills} kills: give more --steps")
+        kills, inside = kills + 1, inside + life[1]
+        print(f"kill {kills:3} of {life[0]:9} at step {steps_on_record(folder / 'killed'):4}"
+              f"{' inside saving' if life[1] else ''}", flush=True)
+    wait(start(config, folder / "killed.log"))
+    wait(start(settings(folder / "whole", options.stage, options.steps), folder / "whole.log"))
+    log = (folder / "killed.log").read_text()
+    resumed = [int(step) for step in re.findall(r"^resume  .*step-(\d+) ", log, re.MULTILINE)]
+    (killed, first), (whole, second) = outcome(folder / "killed"), outcome(folder / "whole")
+    same = killed.keys() == whole.keys() and all(killed[name].equal(whole[name]) for name in whole)
+    print(f"{kills} kills, {inside} inside saving; {len(resumed)} lives went on from a checkpoint, {log.count('yet: starting')} "
+          f"began at step 0, {log.count('skipped:')} found a damaged one; {options.steps} steps, ZeRO-{options.stage}; "
+          f"weights and averages equal: {same}, records equal: {first == second}; {time.monotonic() - began:.0f} s")
+    if not (same and first == second and resumed == sorted(resumed)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
