@@ -15,7 +15,7 @@ from engine import distributed
 from engine.activation_checkpointing import checkpoint_blocks
 from engine.checkpoints.compare import check_config
 from engine.checkpoints.finding import Checkpoint
-from engine.checkpoints.resuming import carry_records, restore, set_aside_newer
+from engine.checkpoints.resuming import restore, take_over
 from engine.config import BatchPlan, ConfigError, RunConfig, solve_batch
 from engine.config.recipe import explain
 from engine.data.build import Split
@@ -63,6 +63,7 @@ class Run:
     ema: ShardEMA | None = None
     start: int = 0  # optimizer steps done before this process began
     loss_names: list[str] | None = None
+    lost_record: str | None = None  # why a record could not be written, on rank 0
 
 
 def stage_of(config: RunConfig) -> int:
@@ -88,7 +89,7 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     rank = distributed.rank()
     with distributed.together():
         plan = solve_batch(config.deepspeed, distributed.world_size())
-        _check_supported(config)
+        _check_supported(config, resume)
         check_deepspeed({**config.deepspeed, **plan.as_keys()})
     with distributed.together():
         work_dir, checkpoint = open_work_dir(config, resume)
@@ -100,8 +101,10 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         config = config.model_copy(update={"detector": config.detector.model_copy(update={"load_from": None})})
         for line in changed:
             say(f"config  {line}")
+    with distributed.together():
+        if rank == 0:
+            write_json(work_dir / "config.json", config.to_json(), indent=2)
     if rank == 0:
-        write_json(work_dir / "config.json", config.to_json(), indent=2)
         say(f"config  {work_dir / 'config.json'}")
         for key, value in config.to_json().items():
             say(f"  {key}: {value}")
@@ -162,10 +165,7 @@ def go_on(run: Run, checkpoint: Checkpoint) -> None:
     run.start = checkpoint.step
     with distributed.together():
         if distributed.rank() == 0:
-            source = checkpoint.folder.parent.parent.resolve()
-            carry_records(run.work_dir, source, run.start)
-            if source == run.work_dir:
-                set_aside_newer(checkpoint.folder.parent, run.start, say)
+            take_over(run, checkpoint, say)
     say(f"resume  {checkpoint.folder} ({checkpoint.describe}), step {run.start} of {run.schedule.steps}, "
         f"{time.monotonic() - began:.1f} s")
 
@@ -193,11 +193,18 @@ def check_deepspeed(settings: dict[str, Any]) -> None:
         raise ConfigError(f"DeepSpeed does not accept this config ({type(error).__name__}: {reason})") from None
 
 
-def _check_supported(config: RunConfig) -> None:
+def _check_supported(config: RunConfig, resume: Resume | None) -> None:
     stage = stage_of(config)
-    if config.run.checkpoint_interval != 0 and "nvme" in str(config.deepspeed.get("zero_optimization", {})):
-        raise ConfigError("state that is offloaded to NVMe cannot be saved: set run.checkpoint_interval to 0, or offload "
-                          "to the CPU")
+    zero = config.deepspeed.get("zero_optimization", {})
+    if "nvme" in str(zero) and (config.run.checkpoint_interval != 0 or config.run.ema is not None or resume is not None):
+        raise ConfigError("state that is offloaded to NVMe can be neither saved nor averaged: set run.checkpoint_interval to "
+                          "0 and run.ema to null, or offload to the CPU")
+    if zero.get("elastic_checkpoint"):
+        raise ConfigError("zero_optimization.elastic_checkpoint is refused: checkpoints fit any number of ranks without it")
+    if config.deepspeed.get("checkpoint", {}).get("use_node_local_storage"):
+        raise ConfigError("checkpoint.use_node_local_storage is refused: the work dir must be one folder for all nodes")
+    if config.optimizer.type == "Adagrad" and stage > 0:
+        raise ConfigError("DeepSpeed replaces Adagrad under ZeRO by one that knows no schedule: use another optimizer")
     if config.run.eval_interval != 0:
         coco_backend(config.run.eval_backend)  # not after the first epoch
     if config.detector.zero_init and stage != 3:

@@ -17,13 +17,13 @@ from engine.config import RunConfig
 from engine.config.load import parse_config
 from engine.data.coco import Classes, test_pipeline
 from engine.monitoring.live import LiveLine
-from engine.weights import META_KEY, Stored, save_weights, whole
+from engine.weights import META_KEY, save_weights, whole
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export_universal(source: str, out: Path) -> None:
-    checkpoint = find_checkpoint(source, say=print).checkpoint
+    checkpoint = find_checkpoint(source, say=print)
     if isinstance(checkpoint, UniversalFolder):
         raise CheckpointError(f"{checkpoint.folder} is in the universal format already")
     total = sum(math.prod(shape) for shape in checkpoint.parameters.values())
@@ -38,14 +38,14 @@ def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "f
     """One `.pth` or `.safetensors`, and for a detector an mmdet config of the same name; returns what was written."""
     if out.suffix not in (".pth", ".safetensors"):
         raise CheckpointError(f"--out {out} must end in .pth or .safetensors")
-    checkpoint = find_checkpoint(source, say=print).checkpoint
+    checkpoint = find_checkpoint(source, say=print)
     stored = state_dict(checkpoint, ema=ema)
     line = LiveLine(total=len(stored), label="export", interval=max(1, len(stored)))
     tensors: dict[str, torch.Tensor] = {}
     shared: dict[int, torch.Tensor] = {}
+    buffers = set(checkpoint.counters()["buffer_names"])
     for name, value in stored.items():
-        tensor = _converted(value, TYPES[dtype], shared)
-        tensors[name] = tensor
+        tensors[name] = _converted(value, None if name in buffers else TYPES[dtype], shared)
         line.update()
     line.close()
     meta = {**checkpoint.meta, "ema": ema}
@@ -64,18 +64,16 @@ def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "f
     return written
 
 
-def _converted(value: Any, dtype: torch.dtype, shared: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A copy of its own in the wanted type; names of one parameter stay one tensor."""
-    if isinstance(value, Stored) and id(value) in shared:
-        return shared[id(value)]
-    tensor = whole(value)
-    tensor = tensor.to(dtype if isinstance(value, Stored) and tensor.is_floating_point() else tensor.dtype, copy=True)
-    if isinstance(value, Stored):
-        shared[id(value)] = tensor
-    return tensor
+def _converted(value: Any, dtype: torch.dtype | None, shared: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A copy of its own in the wanted type, or as it is; names of one parameter stay one tensor."""
+    if id(value) not in shared:
+        tensor = whole(value)
+        shared[id(value)] = tensor.to(dtype or tensor.dtype, copy=True)
+    return shared[id(value)]
 
 
 def _save_safetensors(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     seen: set[int] = set()
@@ -83,9 +81,14 @@ def _save_safetensors(path: Path, tensors: dict[str, torch.Tensor], meta: dict[s
     for name, tensor in tensors.items():  # the format has no shared tensors
         apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
-    aside = path.with_suffix(".part")
-    save_file(apart, str(aside), metadata={"format": "pt", META_KEY: json.dumps(meta)})
-    aside.replace(path)
+    aside = path.with_name(path.name + ".part")
+    try:
+        save_file(apart, str(aside), metadata={"format": "pt", META_KEY: json.dumps(meta)})
+        aside.replace(path)
+    except SafetensorError as error:
+        raise OSError(0, str(error)) from None
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, Any]) -> Path:

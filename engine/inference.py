@@ -67,7 +67,7 @@ def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[
 def output_folder(checkpoint: str) -> Path:
     """Where the scores of a checkpoint go: `eval` in its work dir, or beside its file."""
     path = Path(checkpoint).expanduser()
-    if path.name.startswith("step-") and path.is_dir():
+    if path.parent.name == "checkpoints":  # step-N, latest, best
         return path.parent.parent / "eval"
     return (path if path.is_dir() else path.parent) / "eval"
 

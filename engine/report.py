@@ -12,7 +12,7 @@ from engine import distributed
 from engine.evaluation import category_ids_for, coco_results, gather_predictions, predict, score
 from engine.monitoring.curves import draw_curves
 from engine.monitoring.pictures import draw_objects, read_image, side_by_side
-from engine.monitoring.records import RecordFile, write_json
+from engine.monitoring.records import RecordError, RecordFile, write_json
 
 if TYPE_CHECKING:
     from engine.building import Run
@@ -30,15 +30,25 @@ def evaluate_and_report(run: "Run", model: nn.Module, step: int, *, last: bool) 
     with distributed.together():
         predictions = gather_predictions(mine, len(run.val.dataset))
         if predictions is not None:
-            metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last)
-            records = RecordFile(run.work_dir / "evaluations.jsonl")
-            records.write({"step": step, **metrics})
-            records.close()
-            if run.engine.monitor.enabled:
-                run.engine.monitor.write_events([(f"val/{name}", value, step) for name, value in metrics.items()])
-            if last and config.run.draw:
-                run.task.draw_predictions(run.work_dir / "predictions.png", predictions, run.val, run.classes)
+            try:
+                metrics = _write_evaluation(run, predictions, step, last=last)
+            except RecordError as error:
+                if config.run.on_save_error == "stop":
+                    raise
+                print(f"{error}; training goes on (run.on_save_error)", flush=True)
     return distributed.broadcast_object(metrics)
+
+
+def _write_evaluation(run: "Run", predictions: Sequence[dict[str, Any]], step: int, *, last: bool) -> dict[str, float]:
+    metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last)
+    records = RecordFile(run.work_dir / "evaluations.jsonl")
+    records.write({"step": step, **metrics})
+    records.close()
+    if run.engine.monitor.enabled:
+        run.engine.monitor.write_events([(f"val/{name}", value, step) for name, value in metrics.items()])
+    if last and run.config.run.draw:
+        run.task.draw_predictions(run.work_dir / "predictions.png", predictions, run.val, run.classes)
+    return metrics
 
 
 def write_scores(folder: Path, predictions: Sequence[dict[str, Any]], content: dict[str, Any], classes: Any, *,
@@ -124,7 +134,10 @@ def _decode(segmentation: Any, image: dict[str, Any]) -> Any:
 
 
 def finish_report(work_dir: Path) -> None:
-    draw_curves(work_dir)
+    try:
+        draw_curves(work_dir)
+    except OSError as error:
+        print(f"curves.png cannot be written: {error.strerror}", flush=True)
     shown = [name for name in ("eval.json", "curves.png", "predictions.png", "metrics.jsonl", "checkpoints")
              if (work_dir / name).exists()]
     print(f"written to {work_dir}: {', '.join(shown)}", flush=True)

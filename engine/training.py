@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, Iterator
 
@@ -18,7 +19,7 @@ from engine.data.loader import training_loader
 from engine.data.mmdet_coco import Unreadable
 from engine.data.order import RankMicroBatches
 from engine.monitoring.live import LiveLine, memory_gb, step_text
-from engine.monitoring.records import RecordFile, read_records
+from engine.monitoring.records import RecordError, RecordFile, read_records
 from engine.optim.build import set_learning_rate
 from engine.randomness import FORWARD, seed_all
 from engine.report import evaluate_and_report, finish_report
@@ -45,7 +46,8 @@ def train(config: RunConfig, resume: Resume | None = None) -> dict[str, float]:
 
 def run_schedule(run: Run) -> dict[str, float]:
     config, steps = run.config, run.schedule.steps
-    records = RecordFile(run.work_dir / "metrics.jsonl") if distributed.rank() == 0 else None
+    with distributed.together():
+        records = RecordFile(run.work_dir / "metrics.jsonl") if distributed.rank() == 0 else None
     line = LiveLine(total=steps, label="train", interval=config.run.log_interval, start=run.start,
                     enabled=distributed.rank() == 0)
     batches = MicroBatches(run)
@@ -69,22 +71,25 @@ def run_schedule(run: Run) -> dict[str, float]:
             batches.agree(run.forward.record.alarms)
         if run.ema is not None and run.engine.was_step_applied():
             run.ema.update(step + 1)
-        record, stop = step_record(run, step, losses, lr_factor, seconds=time.monotonic() - began)
+        record, stop, lost = step_record(run, step, losses, lr_factor, seconds=time.monotonic() - began)
         if records is not None:
-            records.write(record)
-            write_events(run.engine, record)
+            write_record(run, records, record)
         line.update(step_text(record))
         nonfinite = nonfinite + 1 if broken else 0
         if nonfinite >= config.run.max_nonfinite:
             stop_on_nonfinite(nonfinite, run.forward.record.losses, batch)
+        if lost:
+            with distributed.together():
+                stop_on_lost_record(run)
         if stop:
             leave_early(run, step + 1)
         metrics = after_step(run, step + 1) or metrics
     line.close()
-    if records is not None:
-        records.close()
-        finish_report(run.work_dir)
-    distributed.barrier()
+    with distributed.together():
+        if records is not None:
+            stop_on_lost_record(run)
+            records.close()
+            finish_report(run.work_dir)
     return metrics
 
 
@@ -100,10 +105,27 @@ def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float
         if not metrics:
             metrics = evaluate_and_report(run, plain_model(run), done, last=last)
         if settings.checkpoint_interval != 0 and best(run) == done and (saved or save(run, done)):
-            if distributed.rank() == 0:
-                mark_best(checkpoints_of(run.work_dir), done)
+            with contextlib.suppress(OSError):  # a pointer for people; what is best is on record
+                if distributed.rank() == 0:
+                    mark_best(checkpoints_of(run.work_dir), done)
             prune_checkpoints(run, best(run))
     return metrics
+
+
+def write_record(run: Run, records: RecordFile, record: dict[str, Any]) -> None:
+    """On rank 0, which alone knows where it fails: the others hear of it with the next step."""
+    try:
+        records.write(record)
+        write_events(run.engine, record)
+    except RecordError as error:
+        if run.lost_record is None:
+            say(f"{error}{'; training goes on (run.on_save_error)' if run.config.run.on_save_error == 'continue' else ''}")
+        run.lost_record = str(error)
+
+
+def stop_on_lost_record(run: Run) -> None:
+    if run.lost_record is not None and run.config.run.on_save_error == "stop":
+        raise RecordError(run.lost_record)
 
 
 def save(run: Run, done: int) -> bool:
@@ -171,15 +193,15 @@ class MicroBatches:
 
 
 def step_record(run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *,
-                seconds: float) -> tuple[dict[str, Any], bool]:
-    """The record of one optimizer step, losses being means over the micro-batches of all ranks; and whether any rank
-    has had a signal to stop."""
+                seconds: float) -> tuple[dict[str, Any], bool, bool]:
+    """The record of one optimizer step, losses being means over the micro-batches of all ranks; whether any rank has had
+    a signal to stop; and whether rank 0 could not write the record before."""
     if run.loss_names is None:  # once: ranks that later lack a part, or have one more, still sum vectors of one length
         run.loss_names = sorted({name for names in distributed.all_gather_objects(sorted(losses[0])) for name in names})
     names = run.loss_names
     mean = torch.tensor([*(sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names),
-                         float(preemption.stop_asked())], dtype=torch.float64)
-    *mean, stop = (distributed.sum_over_ranks(mean) / run.plan.world).tolist()
+                         float(preemption.stop_asked()), float(run.lost_record is not None)], dtype=torch.float64)
+    *mean, stop, lost = (distributed.sum_over_ranks(mean) / run.plan.world).tolist()
     norm = run.engine.get_global_grad_norm()
     record: dict[str, Any] = {
         "step": step + 1, "epoch": (step + 1) / run.schedule.steps_per_epoch, **dict(zip(names, mean)),
@@ -192,7 +214,7 @@ def step_record(run: Run, step: int, losses: list[dict[str, float]], lr_factor: 
         record["mu"] = dict(modulator.mu)
         if modulator.last_window == step + 1:  # phi belongs to the step that measured it
             record["phi"] = dict(modulator.phi)
-    return record, stop > 0
+    return record, stop > 0, lost > 0
 
 
 def write_events(model_engine: Any, record: dict[str, Any]) -> None:

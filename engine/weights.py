@@ -11,6 +11,7 @@ from typing import Any, Callable, Mapping, NamedTuple
 import torch
 from torch import nn
 
+from engine import distributed
 from engine.config.errors import UserError
 from engine.zero.scalars import file_shape
 
@@ -53,11 +54,15 @@ def whole(value: "torch.Tensor | Stored") -> torch.Tensor:
 
 def read_weights(path: str | Path, *, ema: bool = False) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The state dict of a file or of a checkpoint folder and, of one of ours, its `meta`: step, class names, config."""
-    if Path(path).expanduser().is_dir() or Path(path).name in ("latest", "best"):  # which name a folder
+    # As rank 0 sees it: reading a folder is work for all ranks together. `latest` and `best` name one.
+    if distributed.broadcast_object(Path(path).expanduser().is_dir() or Path(path).name in ("latest", "best")):
         from engine.checkpoints.reading import read_checkpoint
 
         return read_checkpoint(path, ema=ema)
-    return read_file(path)
+    tensors, meta = read_file(path)
+    if ema and not meta.get("ema"):
+        raise WeightsError(f"weight file {path} does not hold averaged weights: export them with --ema from a checkpoint")
+    return tensors, meta
 
 
 def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -137,14 +142,22 @@ def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     if hasattr(target, "ds_id"):
         import deepspeed
 
+        was_whole = target.ds_status.name == "AVAILABLE"
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
             target.copy_(value)
+        if was_whole:  # kept on every rank, so that a rank may skip its module
+            target.all_gather([target])
     else:
         target.copy_(value)
 
 
 def save_weights(path: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
     """A file that mmdet's `init_detector` loads, written aside and moved into place in one step."""
-    aside = path.with_suffix(".part")
-    torch.save({"state_dict": dict(tensors), "meta": dict(meta)}, aside)
-    aside.replace(path)
+    from engine.checkpoints.files import write_file
+
+    aside = path.with_name(path.name + ".part")
+    try:
+        write_file(aside, {"state_dict": dict(tensors), "meta": dict(meta)})
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from engine.checkpoints.saving import checkpoints_of
 from engine.checkpoints.universal import UniversalFolder
 from engine.config import ConfigError, RunConfig
 from engine.config.load import apply_override, parse_config
+from engine.monitoring.records import cut_records
 
 RECORDS = "metrics.jsonl"
 
@@ -26,7 +27,7 @@ class Resume:
 
 def saved_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a checkpoint, to go on with: in the folder that the checkpoint lies in, accumulation by the ranks."""
-    data = find_checkpoint(source).checkpoint.meta["config"]
+    data = find_checkpoint(source, contents=False).meta["config"]  # they are checked when it is opened
     data = {key: value for key, value in data.items() if key != "gradient_accumulation_steps"}
     data["run"] = {**data["run"], "work_dir": None}
     for override in overrides:
@@ -46,7 +47,7 @@ def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Check
         _refuse_used(path)
         return _make(path), None
     if resume.source is not None:
-        checkpoint = find_checkpoint(resume.source, say).checkpoint
+        checkpoint = find_checkpoint(resume.source, say)
         own = None if isinstance(checkpoint, UniversalFolder) else checkpoint.folder.parent.parent.resolve()
         path = Path(config.run.work_dir).resolve() if config.run.work_dir else own or _default(config)
         if path != own:
@@ -61,10 +62,9 @@ def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Check
         say(f"resume  no checkpoint in {path} yet: starting at step 0")
         if distributed.rank() == 0:
             for name in (RECORDS, "evaluations.jsonl"):
-                (path / name).unlink(missing_ok=True)
-            (path / RECORDS).touch()
+                cut_records(path / name, path / name, last_step=0)
         return path, None
-    return path, found.checkpoint
+    return path, found
 
 
 def _default(config: RunConfig) -> Path:
@@ -78,12 +78,13 @@ def _candidates(name: str) -> str:
 
 
 def _refuse_used(path: Path) -> None:
-    """A folder that holds records or checkpoints; one that failed before its first step left nothing to lose."""
+    """A folder that is not empty; what a start that failed before its first step leaves is nothing to lose."""
     records = path / RECORDS
-    used = (records.exists() and records.stat().st_size > 0) or checkpoints_of(path).exists()
+    left = {records.name, "config.json"} if records.is_file() and not records.stat().st_size else set()
+    used = path.is_dir() and any(entry.name not in left for entry in path.iterdir())
     if distributed.broadcast_object(used):
-        raise ConfigError(f"work dir {path} already holds a run: go on with it by --resume, or start afresh in another "
-                          "with --work-dir")
+        what = "already holds a run" if records.exists() or checkpoints_of(path).exists() else "is not empty"
+        raise ConfigError(f"work dir {path} {what}: go on with it by --resume, or start afresh in another with --work-dir")
 
 
 def _make(path: Path) -> Path:

@@ -12,7 +12,7 @@ FREE = (
     "run.keep_last", "run.keep_best", "run.on_save_error", "run.log_interval", "run.draw", "run.max_nonfinite",
     "data.workers", "data.root", "data.val", "detector.load_from", "detector.drop_mismatched", "detector.zero_init",
     "detector.skippable", "detector.checkpoint_activations", "optimizer.params.bucket_size",
-    "zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "zero_optimization", "gradient_accumulation_steps", "timers", "compile", "disable_python_gc",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "dump_state", "log_level", "flops_profiler", "comms_logger", "tensorboard", "csv_monitor",
     "wandb", "comet", "checkpoint", "aio", "disable_allgather", "activation_checkpointing",
@@ -20,7 +20,7 @@ FREE = (
 # What the run computes: another choice, taken from here on, and said.
 CHANGES = (
     "schedule", "optimizer.params", "optimizer.paramwise", "run.ema", "gradient_clipping", "data.scale",
-    "data.train_scales", "data.flip", "data.augmentation", "data.classification", "detector.sync_bn", "bf16", "fp16",
+    "train_micro_batch_size_per_gpu", "data.train_scales", "data.flip", "data.augmentation", "data.classification", "detector.sync_bn", "bf16", "bfloat16", "fp16",
     "torch_autocast", "data_types", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
 )
 # All else is refused: model, data and their order, seed, batch, kind of optimizer. The moments, the position in the
@@ -68,6 +68,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if str(now.get("optimizer", {}).get("type", "")).startswith("AGVM"):
         # Its halves are made of micro-batches.
         refused += [d for d in found if d.key == "train_micro_batch_size_per_gpu"]
+        changes = [d for d in changes if d not in refused]
     if refused:
         raise CheckpointError(
             f"the checkpoint was saved with another config ({'; '.join(map(str, refused))}): these keys may not change on "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
@@ -18,21 +17,15 @@ from engine.checkpoints.zero_folder import ZeroFolder
 Checkpoint = ZeroFolder | UniversalFolder
 
 
-@dataclass(frozen=True)
-class Found:
-    checkpoint: Checkpoint
-    skipped: list[str]  # one sentence for each damaged one that was passed over
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """One checkpoint folder, every file of it checked; all ranks share the work."""
+def open_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
+    """One checkpoint folder, every file of it checked; all ranks share the work. Without `contents` by size alone."""
     failure, manifest = None, None
     try:
         manifest = Manifest.read(path)
     except CheckpointError as error:
         failure = str(error)
     if manifest is not None:
-        damage = manifest.damage(path, part=distributed.rank(), parts=distributed.world_size())
+        damage = manifest.damage(path, part=distributed.rank(), parts=distributed.world_size(), contents=contents)
         failure = damage and f"checkpoint {path} is damaged: {damage}"
     failure = next((text for text in distributed.all_gather_objects(failure) if text), None)
     if failure is not None:
@@ -45,13 +38,13 @@ def checkpoints_folder(path: Path) -> Path:
     return path if store.saved_steps(path) else path / "checkpoints"
 
 
-def newest(folder: Path, say: Callable[[str], None]) -> Found | None:
+def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -> Checkpoint | None:
     """The newest whole checkpoint of a folder; None where none was ever saved."""
     steps = distributed.broadcast_object(store.saved_steps(folder))
     skipped: list[str] = []
     for step in reversed(steps):
         try:
-            return Found(open_checkpoint(folder / store.tag_of(step)), skipped)
+            return open_checkpoint(folder / store.tag_of(step), contents=contents)
         except CheckpointError as error:
             skipped.append(str(error))
             say(f"skipped: {error}")
@@ -60,19 +53,19 @@ def newest(folder: Path, say: Callable[[str], None]) -> Found | None:
     return None
 
 
-def find_checkpoint(name: str | Path, say: Callable[[str], None] = lambda _: None) -> Found:
+def find_checkpoint(name: str | Path, say: Callable[[str], None] = lambda _: None, *, contents: bool = True) -> Checkpoint:
     """The checkpoint of a work dir (its newest), of a `checkpoints` folder, or the one named."""
     path = Path(name).expanduser().absolute()
     if path.name in (store.LATEST, store.BEST) and path.is_file():  # a tag in a file, as DeepSpeed writes it
-        path = path.with_name(path.read_text().strip())
+        path = path.with_name(path.read_text().strip() or "nothing")
     # As rank 0 sees it: ranks that took different ways would wait for each other.
     exists, is_one = distributed.broadcast_object(
         (path.is_dir(), (path / MANIFEST).exists() or path.name.startswith("step-")))
     if not exists:
         raise CheckpointError(f"checkpoint folder {path} does not exist")
     if is_one:
-        return Found(open_checkpoint(path), [])
-    found = newest(checkpoints_folder(path), say)
+        return open_checkpoint(path, contents=contents)
+    found = newest(checkpoints_folder(path), say, contents=contents)
     if found is None:
         raise CheckpointError(f"{path} holds no checkpoint: give a work dir, a folder step-N in its checkpoints, or a "
                               "universal folder")

@@ -17,7 +17,7 @@ from engine.zero.stored import WEIGHTS
 
 def read_checkpoint(path: str | Path, *, ema: bool = False) -> tuple[dict[str, Stored | Tensor], dict[str, Any]]:
     """The state dict, its trained part read tensor by tensor as it is asked for, and the run's `meta`."""
-    checkpoint = find_checkpoint(path, say=print).checkpoint
+    checkpoint = find_checkpoint(path, say=print)
     return state_dict(checkpoint, ema=ema), {**checkpoint.meta, "ema": ema}
 
 
@@ -29,6 +29,6 @@ def state_dict(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Stored
     tensors: dict[str, Stored | Tensor] = {
         name: Stored(shape, lambda name=name, shape=shape: checkpoint.read(name, state, 0, math.prod(shape)).view(shape))
         for name, shape in checkpoint.parameters.items()}
-    tensors.update({alias: tensors[name] for alias, name in checkpoint.aliases.items()})
     tensors.update(checkpoint.untrained())
+    tensors.update({alias: tensors[name] for alias, name in checkpoint.aliases.items()})  # of frozen ones too
     return tensors

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
+import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Callable
 
-import torch
+from torch import Tensor
 
 from engine import distributed
 from engine.checkpoints import store
+from engine.checkpoints.best import best_step
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.finding import Checkpoint
 from engine.checkpoints.saving import parameter_names
 from engine.checkpoints.zero_folder import EMA
-from engine.monitoring.records import cut_records
+from engine.monitoring.records import cut_records, read_records
 from engine.statistics import restore_statistics
 from engine.weights import copy_into
 from engine.zero.scalars import file_shape
-from engine.zero.stored import fill
+from engine.zero.stored import fill, restore_scale
 
 if TYPE_CHECKING:
     from engine.building import Run
 
-RECORDS = ("metrics.jsonl", "evaluations.jsonl")
+RECORD_FILES = ("metrics.jsonl", "evaluations.jsonl")
 
 
 def restore(run: "Run", checkpoint: Checkpoint, progress: Callable[[int], None]) -> None:
@@ -31,19 +32,19 @@ def restore(run: "Run", checkpoint: Checkpoint, progress: Callable[[int], None])
     names = parameter_names(run.engine.module, run.layout)
     with distributed.together():
         _check_fits(run, names, checkpoint)
-    states = tuple(state for state in checkpoint.states if state != EMA)
-    with distributed.together():
+    with distributed.together():  # no collective in here: a file that only one rank reads may be bad
+        states = tuple(state for state in checkpoint.states if state != EMA)
         fill(run.layout, names, run.optimizer, states=states, read=checkpoint.read, scalars=checkpoint.scalars,
              progress=progress)
-    if run.ema is not None:
-        _fill_average(run, names, checkpoint)
-    _copy_untrained(run, checkpoint)
-    if checkpoint.manifest.world == run.plan.world:
-        restore_statistics(run.engine.module, checkpoint.statistics(distributed.rank()))
-    scaler = run.layout.scaler()
-    for key, value in checkpoint.meta["loss_scale"].items():
-        if scaler is not None and hasattr(scaler, key) and run.precision.dtype == torch.float16:
-            setattr(scaler, key, value)
+        if run.ema is not None:
+            _fill_average(run, names, checkpoint)
+        untrained = dict(checkpoint.untrained())
+        alike = checkpoint.manifest.world == run.plan.world
+        statistics = checkpoint.statistics(distributed.rank()) if alike else {}
+    run.layout.publish()
+    _copy_untrained(run, untrained)
+    restore_statistics(run.engine.module, statistics)
+    restore_scale(run.layout.scaler(), checkpoint.meta["loss_scale"])
     _set_counters(run, checkpoint)
     modulator = getattr(run.optimizer, "modulator", None)
     if modulator is not None and checkpoint.agvm is not None:
@@ -70,10 +71,10 @@ def _fill_average(run: "Run", names: list[str], checkpoint: Checkpoint) -> None:
         target[fragment.offset:fragment.offset + values.numel()].copy_(values)
 
 
-def _copy_untrained(run: "Run", checkpoint: Checkpoint) -> None:
+def _copy_untrained(run: "Run", values: dict[str, Tensor]) -> None:
     model = run.engine.module
     targets = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
-    for name, value in checkpoint.untrained():
+    for name, value in values.items():
         if name in targets:
             copy_into(targets[name], value)
 
@@ -87,18 +88,31 @@ def _set_counters(run: "Run", checkpoint: Checkpoint) -> None:
     engine.skipped_steps = int(counters.get("skipped_steps", 0))
 
 
-def carry_records(work_dir: Path, source: Path, step: int) -> None:
-    """The records up to the checkpoint's step; what a killed run wrote after it is computed again."""
-    for name in RECORDS:
-        cut_records(source / name, work_dir / name, last_step=step)
+def take_over(run: "Run", checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    """Let the work dir be one that stopped at the checkpoint's step; on rank 0."""
+    source, folder = checkpoint.folder.parent.parent.resolve(), checkpoint.folder.parent
+    try:
+        if source == run.work_dir:  # first, for the records of what lies after it go next
+            _set_aside_newer(folder, checkpoint.step, say)
+        for name in RECORD_FILES:
+            cut_records(source / name, run.work_dir / name, last_step=checkpoint.step)
+        if source == run.work_dir:
+            best = best_step(read_records(run.work_dir / "evaluations.jsonl"), run.config.run.keep_best)
+            store.write_tag(folder / store.LATEST, store.tag_of(checkpoint.step))
+            if best in store.saved_steps(folder):
+                store.write_tag(folder / store.BEST, store.tag_of(best))
+            else:
+                (folder / store.BEST).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"work dir {run.work_dir} cannot be written ({error.strerror})") from None
 
 
-def set_aside_newer(folder: Path, step: int, say: Callable[[str], None]) -> None:
+def _set_aside_newer(folder: Path, step: int, say: Callable[[str], None]) -> None:
     """Checkpoints after the one that is resumed are damaged or of a future given up: kept, but no longer newest."""
     for newer in store.saved_steps(folder):
         if newer > step:
             tag = store.tag_of(newer)
-            target = folder / f"set-aside-{tag}"
-            shutil.rmtree(target, ignore_errors=True)
+            names = (f"set-aside-{tag}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
+            target = next(folder / name for name in names if not (folder / name).exists())
             (folder / tag).rename(target)
             say(f"{tag} lies after the checkpoint that is resumed: renamed {target.name}")

@@ -17,7 +17,7 @@ from engine.checkpoints.zero_folder import CLIENT_KEY, EMA, rank_file
 from engine.statistics import local_statistics
 from engine.zero.layout import Layout
 from engine.zero.scalars import file_shape
-from engine.zero.stored import SCALER_FIELDS
+from engine.zero.stored import saved_scale
 
 if TYPE_CHECKING:
     from engine.building import Run
@@ -57,6 +57,8 @@ def save_checkpoint(run: "Run", step: int) -> None:
                 manifest = _manifest(run, step, files)
                 # As this node sees the other nodes' files: a work dir that is not shared shows here.
                 damage = manifest.damage(aside, contents=False)
+                if len(files) != sum(len(written) for written, _ in reports):
+                    damage = "two ranks wrote the same file"
                 if damage is None:
                     manifest.write(aside)
                     store.make_current(folder, aside, tag)
@@ -86,12 +88,11 @@ def _stop_if_any(failure: str | None) -> None:
 
 
 def _meta(run: "Run", step: int) -> dict[str, Any]:
-    scaler = run.layout.scaler()
     return {
         "step": step,
         "config": run.config.to_json(),
         "dataset_meta": run.classes.to_meta(),
-        "loss_scale": {key: getattr(scaler, key) for key in SCALER_FIELDS if hasattr(scaler, key)},
+        "loss_scale": saved_scale(run.layout.scaler()),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from pathlib import Path
@@ -43,9 +45,10 @@ def make_current(folder: Path, aside: Path, tag: str) -> None:
     if target.exists():
         target.rename(folder / (_GONE + tag))
     aside.rename(target)
-    sync_folder(folder)
     shutil.rmtree(folder / (_GONE + tag), ignore_errors=True)
-    write_tag(folder / LATEST, tag)
+    with contextlib.suppress(OSError):  # it is there now; `--resume` looks at the folders, not at this file
+        sync_folder(folder)
+        write_tag(folder / LATEST, tag)
 
 
 def prune(folder: Path, *, keep_last: int, keep: int | None) -> None:
@@ -59,5 +62,8 @@ def prune(folder: Path, *, keep_last: int, keep: int | None) -> None:
 
 def write_tag(path: Path, tag: str) -> None:
     aside = path.with_name(path.name + ".part")
-    aside.write_text(tag)
+    with open(aside, "w") as file:
+        file.write(tag)
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)

@@ -109,8 +109,8 @@ def write_universal(source: ZeroFolder, folder: Path, progress: Callable[[int], 
         write("zero/optimizer_state.pt", source.common_optimizer_state())
         # The whole state dict by mapping what was just written, not by holding it.
         module = {name: read_file(folder / "zero" / name / f"{WEIGHTS}.pt")["param"] for name in source.parameters}
-        module.update({alias: module[name] for alias, name in source.aliases.items()})
         module.update(source.untrained())
+        module.update({alias: module[name] for alias, name in source.aliases.items()})
         write(MODEL_STATES, {"module": module, **source.counters()})
         manifest = source.manifest
         Manifest(step=manifest.step, world=manifest.world, stage=manifest.stage, layout=LAYOUT,

@@ -38,6 +38,7 @@ class ZeroFolder:
         self._names = list(self.parameters)
         self._shards: dict[int, list[StoredShard]] = {}
         self._ranks: dict[int, dict[str, Any]] = {}
+        self._model: dict[int, Mapping[str, Any]] = {}
 
     @property
     def step(self) -> int:
@@ -156,10 +157,6 @@ class ZeroFolder:
         if rank not in self._model:
             self._model[rank] = read_file(self.folder / self._file(rank, "_model_states.pt"))
         return self._model[rank]
-
-    @cached_property
-    def _model(self) -> dict[int, Mapping[str, Any]]:
-        return {}
 
     def _file(self, rank: int, ending: str) -> str | None:
         """DeepSpeed's file of a rank, whatever it puts before the rank's number."""

@@ -11,15 +11,21 @@ from typing import Any, Iterator, Mapping
 from engine.config.errors import UserError
 
 
+class RecordError(UserError):
+    """A record cannot be written, as on a full disk."""
+
+
 class RecordFile:
     """Appends JSON lines; every line is whole on disk before the next, so a killed run leaves a readable file."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         with _writing(path):
             self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_plain(record)) + "\n")
+        with _writing(self._path):
+            self._file.write(json.dumps(_plain(record)) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -69,4 +75,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+        raise RecordError(f"{path} cannot be written: {error.strerror}") from None

@@ -15,7 +15,7 @@ from engine.zero.layout import Fragment, Layout
 
 WEIGHTS = "fp32"  # the name of master weights among the states, as in DeepSpeed's universal format
 
-# The loss scale as every wrapper's scaler keeps it, as far as it has it.
+# A dynamic loss scale as every wrapper's scaler keeps it, as far as it has it.
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -50,19 +50,32 @@ def is_partitioned(value: Any, weights: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= weights.numel() > 0
 
 
+def saved_scale(scaler: Any) -> dict[str, Any]:
+    """The state of a dynamic loss scale; a static one has none."""
+    if scaler is None or not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
+        return {}
+    return {key: getattr(scaler, key) for key in SCALER_FIELDS if hasattr(scaler, key)}
+
+
+def restore_scale(scaler: Any, saved: Mapping[str, Any]) -> None:
+    for key in saved_scale(scaler).keys() & saved.keys():
+        setattr(scaler, key, saved[key])
+
+
 @torch.no_grad()
 def fill(layout: Layout, names: Sequence[str], optimizer: torch.optim.Optimizer, *,
          states: Sequence[str], read: Callable[[str, str, int, int], Tensor],
          scalars: Callable[[str], Mapping[str, Any]], progress: Callable[[int], None]) -> None:
-    """Fill this rank's shards, and the optimizer's state of them, range by range.
+    """Fill this rank's shards, and the optimizer's state of them, range by range; `layout.publish` is still to do.
 
     `read(name, state, start, stop)` gives a range of a flattened parameter's master weights or of a state of it.
     """
     shards = layout.shards()
+    # torch keeps its counters on the CPU, but for these two ways to step.
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    on_device = {shard: shard.device if fused else torch.device("cpu") for shard in shards.values()}
     for shard in shards.values():
         state = optimizer.state[shard]
-        for key in [key for key in state if key not in states and isinstance(state[key], Tensor)]:
-            del state[key]
         for key in states:
             if not isinstance(state.get(key), Tensor) or state[key].shape != shard.shape:
                 state[key] = torch.zeros_like(shard, memory_format=torch.preserve_format)
@@ -72,12 +85,9 @@ def fill(layout: Layout, names: Sequence[str], optimizer: torch.optim.Optimizer,
         for key in states:
             _put(optimizer.state[shard][key], fragment, read(name, key, fragment.start, fragment.stop))
         for key, value in scalars(name).items():
-            own = optimizer.state[shard].get(key)
             # Each shard its own tensor: an optimizer counts in place.
-            optimizer.state[shard][key] = torch.as_tensor(value, dtype=own.dtype, device=own.device).clone() \
-                if isinstance(own, Tensor) else value.clone() if isinstance(value, Tensor) else value
+            optimizer.state[shard][key] = value.to(on_device[shard], copy=True) if isinstance(value, Tensor) else value
         progress(fragment.stop - fragment.start)
-    layout.publish()
 
 
 def _put(target: Tensor, fragment: Fragment, values: Tensor) -> None:

@@ -48,7 +48,7 @@ def whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in model.state_dict(keep_vars=True).items():
         parameter = parameters.get(name, value)
-        if hasattr(parameter, "ds_id"):
+        if hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE":  # one that is whole stays so
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().view(file_shape(parameter))
         else:

@@ -74,7 +74,7 @@ def test_a_signal_saves_and_exits_with_its_own_code(stopped):
     steps = len((work / "metrics.jsonl").read_text().splitlines())
     assert code == 75, output
     assert f"stopped by a signal after step {steps}, saved in {work / 'checkpoints'}: go on with --resume" in output
-    assert find_checkpoint(work).checkpoint.step == steps
+    assert find_checkpoint(work).step == steps
     assert "Traceback" not in output
 
 
@@ -87,7 +87,7 @@ def test_a_used_work_dir_is_refused_with_the_two_choices(stopped, folder):
 
 def test_a_run_goes_on_from_its_folder_alone_on_two_ranks(stopped, folder):
     work, _, _ = stopped
-    step = find_checkpoint(work).checkpoint.step
+    step = find_checkpoint(work).step
     output = run(DEEPSPEED, "--num_accelerators", 2, "--master_port", 29731, LAUNCH / "train.py", "--resume", "work",
                  "--set", f"schedule.steps={step + 2}", folder=folder)
     assert f"resume  {work}/checkpoints/step-{step:06d} (ZeRO-2, 1 ranks, float32), step {step} of {step + 2}" in output
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_its_folder_alone_on_two_ranks(stopped, folder):
     assert "changed, same result    gradient_accumulation_steps: 4 -> 2" in output
     records = [json.loads(line)["step"] for line in (work / "metrics.jsonl").read_text().splitlines()]
     assert records == list(range(1, step + 3))
-    assert find_checkpoint(work).checkpoint.step == step + 2
+    assert find_checkpoint(work).step == step + 2
 
 
 def test_a_second_signal_ends_the_run_at_once(folder):
@@ -127,7 +127,7 @@ def test_a_signal_to_all_processes_of_the_launcher_is_one_signal(folder):
     assert members(process.pid) == []
     steps = len((folder / "group" / "metrics.jsonl").read_text().splitlines())
     assert f"stopped by a signal after step {steps}" in output, output
-    assert find_checkpoint(folder / "group").checkpoint.step == steps
+    assert find_checkpoint(folder / "group").step == steps
     assert len(weights(folder / "group")[0]) > 50
 
 

@@ -54,7 +54,7 @@ def test_a_checkpoint_names_all_its_files(saved):
     assert {"rank_00000.pt", "rank_00001.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt",
             "zero_pp_rank_1_mp_rank_00_optim_states.pt"} <= set(files(folder))
     assert all(checksum(folder / name) == record for name, record in Manifest.read(folder).files.items())
-    assert find_checkpoint(saved).checkpoint.step == 6
+    assert find_checkpoint(saved).step == 6
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -66,12 +66,12 @@ def test_any_damaged_file_is_named_and_the_one_before_is_taken(copied, kind):
         harm(folder / name)
         said = []
         found = newest(copied / "checkpoints", said.append)
-        assert found.checkpoint.step == 3
+        assert found.step == 3
         assert len(said) == 1 and "step-000006" in said[0] and name in said[0] and reason in said[0]
         with pytest.raises(CheckpointError, match=name):
             find_checkpoint(folder)
         shutil.copy(copied / "good" / name, folder / name)
-    assert newest(copied / "checkpoints", print).checkpoint.step == 6
+    assert newest(copied / "checkpoints", print).step == 6
 
 
 @pytest.mark.parametrize("text, reason", [(None, "never finished"), ("{", "damaged"), ("[]", "damaged"), ("{}", "damaged"),
@@ -80,7 +80,7 @@ def test_a_manifest_that_is_missing_or_broken_means_no_checkpoint(copied, text, 
     manifest = copied / "checkpoints" / "step-000006" / NAME
     manifest.unlink() if text is None else manifest.write_text(text)
     said = []
-    assert newest(copied / "checkpoints", said.append).checkpoint.step == 3
+    assert newest(copied / "checkpoints", said.append).step == 3
     assert reason in said[0] and "step-000006" in said[0]
 
 
@@ -106,7 +106,7 @@ def test_a_run_goes_on_from_the_one_before_and_sets_the_damaged_one_aside(ranks,
     assert [r["step"] for r in outcome["records"]] == [1, 2, 3, 4, 5, 6]
     names = {path.name for path in (copied / "checkpoints").iterdir()}
     assert names == {"step-000003", "step-000006", "set-aside-step-000006", "latest"}
-    again, first = find_checkpoint(copied).checkpoint, find_checkpoint(saved).checkpoint
+    again, first = find_checkpoint(copied), find_checkpoint(saved)
     for name in first.parameters:
         size = torch.Size(first.parameters[name]).numel()
         for state in ("fp32", "exp_avg", "exp_avg_sq", "ema"):
@@ -126,10 +126,29 @@ def test_a_hostile_pickle_is_refused_even_with_a_matching_checksum(copied, name,
     content = json.loads((folder / NAME).read_text())
     content["files"][name] = list(write_file(folder / name, {"fragments": Hostile(), "module": Hostile()}))
     (folder / NAME).write_text(json.dumps(content))
-    checkpoint = find_checkpoint(folder).checkpoint
+    checkpoint = find_checkpoint(folder)
     with pytest.raises(CheckpointError, match=f"{name}.*refused"):
         checkpoint.read(next(iter(checkpoint.parameters)), "fp32", 0, 1), checkpoint.meta
     assert not (tmp_path / "harmed").exists()
+
+
+def resume_hostile(folder: str) -> str:
+    try:
+        train_tiny(settings("AdamW", 3, schedule={"steps": 8}), resume=folder)
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:  # as the other rank hears it
+        return str(error)
+    return ""
+
+
+def test_a_hostile_file_that_one_rank_alone_reads_stops_all(ranks, copied):
+    folder, name = copied / "checkpoints" / "step-000006", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = json.loads((folder / NAME).read_text())
+    content["files"][name] = list(write_file(folder / name, {"optimizer_state_dict": Hostile()}))
+    (folder / NAME).write_text(json.dumps(content))
+    for text in ranks.run(resume_hostile, 2, str(folder), timeout=120):
+        assert name in text and "refused" in text
 
 
 def test_an_old_style_pickle_is_refused_too(tmp_path):

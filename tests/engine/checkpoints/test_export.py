@@ -149,7 +149,7 @@ def loaded_by_deepspeed(changes: dict, folder: str) -> dict:
     from engine.checkpoints.saving import parameter_names
 
     names = parameter_names(run.engine.module, layout)
-    checkpoint = find_checkpoint(folder).checkpoint
+    checkpoint = find_checkpoint(folder)
     worst = 0.0
     for fragment in layout.held():
         shard, length = layout.shard(fragment), fragment.stop - fragment.start

@@ -55,7 +55,7 @@ def test_a_full_disk_on_one_rank_stops_all_and_loses_nothing(ranks, saved, tmp_p
     assert len(set(outcomes)) == 1
     assert "could not be written" in outcomes[0] and "File too large" in outcomes[0] and "untouched" in outcomes[0]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-000003", "step-000004", "latest"}
-    assert find_checkpoint(tmp_path / "run").checkpoint.step == 4
+    assert find_checkpoint(tmp_path / "run").step == 4
 
 
 def test_a_run_that_may_go_on_without_a_checkpoint_does(ranks, saved, tmp_path):
@@ -64,7 +64,36 @@ def test_a_run_that_may_go_on_without_a_checkpoint_does(ranks, saved, tmp_path):
     outcome = ranks.run(go_on, 2, str(tmp_path / "run"), "continue", stage, 1)[0]
     assert [record["step"] for record in outcome["records"]] == [1, 2, 3, 4, 5, 6]
     assert outcome["printed"].count("training goes on (run.on_save_error)") == 1
-    assert find_checkpoint(tmp_path / "run").checkpoint.step == 4
+    assert find_checkpoint(tmp_path / "run").step == 4
+
+
+def without_room(policy: str) -> dict | str:
+    """Not even a record fits on rank 0."""
+    from engine import distributed
+    from engine.config.errors import UserError
+    from engine.monitoring.records import RecordFile
+
+    write = RecordFile.write
+
+    def full(self, record):
+        with small_disk(1):
+            write(self, record)
+
+    RecordFile.write = full if distributed.rank() == 0 else write
+    try:
+        return train_tiny(settings("SGD", 2, run={"on_save_error": policy, "eval_interval": None, "draw": 0}))
+    except UserError as error:
+        return str(error)
+    finally:
+        RecordFile.write = write
+
+
+def test_records_that_cannot_be_written_stop_the_run_or_do_not(ranks):
+    stopped = ranks.run(without_room, 2, "stop")
+    assert all("metrics.jsonl cannot be written: File too large" in text for text in stopped)
+    going = ranks.run(without_room, 2, "continue")
+    assert all("step-000006" in outcome["files"] for outcome in going)
+    assert going[0]["printed"].count("training goes on") == 2  # said once of the steps, once of the evaluation
 
 
 def test_a_folder_that_cannot_be_made_is_said(ranks, tmp_path):
@@ -87,7 +116,7 @@ def test_the_best_is_kept_beside_the_last(ranks, monkeypatch):
     folder = Path(outcome["folder"]) / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"step-000003", "step-000009", "latest", "best"}
     assert (folder / "best").read_text() == "step-000003" and (folder / "latest").read_text() == "step-000009"
-    assert find_checkpoint(folder / "best").checkpoint.step == 3
+    assert find_checkpoint(folder / "best").step == 3
 
 
 def evaluated_falling(changes: dict) -> dict:

@@ -32,6 +32,11 @@ CASES = {
     "offloaded": (2, settings("AdamW", 2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})),
     "offloaded at ZeRO-3": (2, settings("AdamW", 3, zero_optimization={"stage": 3, "sub_group_size": 5000,
                                                                        "offload_optimizer": {"device": "cpu"}})),
+    "bf16 throughout": (2, settings("AdamW", 3, bf16={
+        "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})),
+    "skippable and frozen": (2, settings("AdamW", 3, detector={
+        "skippable": ["bbox_head"], "frozen": ["bbox_head.retina_cls", "backbone.conv1"]}, run={
+            "eval_interval": 0.67, "draw": 0})),
     "clipping": (2, settings("AGVMAdamW", 2, gradient_clipping=0.1)),
     "one rank": (1, settings("AGVMSGD", 1)),
     "no momentum": (2, settings("SGD", 2, optimizer={"params": {"lr": 0.01}})),
@@ -63,13 +68,31 @@ def compare_fp16(changes: dict) -> tuple:
         accelerator.is_fp16_supported = supported
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_loss_scale_goes_on_where_it_was(ranks, stage):
     # A first scale that overflows, and one that rises every second step.
     fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
     for ours, theirs, first, second, *_ in ranks.run(compare_fp16, 2, settings("AdamW", stage, fp16=fp16)):
         assert ours == theirs and same(first, second)
         assert len({record["loss_scale"] for record in ours}) > 1
+
+
+def half_later(changes: dict) -> dict:
+    from deepspeed.accelerator import get_accelerator
+
+    first = train_tiny(changes, stop_after=2)
+    accelerator = type(get_accelerator())
+    supported, accelerator.is_fp16_supported = accelerator.is_fp16_supported, lambda self: True
+    try:
+        return train_tiny(merged({"fp16": {"enabled": True, "initial_scale_power": 8}}, changes), work_dir=first["folder"],
+                          resume="")
+    finally:
+        accelerator.is_fp16_supported = supported
+
+
+def test_a_run_that_turns_to_fp16_begins_with_the_loss_scale_of_its_config(ranks):
+    outcome = ranks.run(half_later, 2, settings("AdamW", 2))[0]
+    assert [record.get("loss_scale") for record in outcome["records"]] == [None, None, *[256.0] * 4]
 
 
 def compare_shared(changes: dict) -> tuple:
@@ -101,6 +124,20 @@ def test_shared_parameters_stay_shared_and_are_saved_under_all_names(ranks, stag
         export_weights(folder, tmp_path / file)
         tensors = saved_weights(tmp_path / file)[0]
         assert same({name: tensors[name].float() for name in first}, first) and tensors[names[0]].equal(tensors[names[1]])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shared_parameters_that_are_frozen_are_exported_too(ranks, stage, tmp_path):
+    from engine.exporting import export_universal, export_weights
+
+    frozen = settings("SGD", stage, detector={"frozen": ["bbox_head.cls_convs", "bbox_head.reg_convs"]})
+    ours, theirs, first, second, _, folder = ranks.run(compare_shared, 2, frozen)[0]
+    assert ours == theirs and same(first, second)
+    export_weights(folder, tmp_path / "shared.pth")
+    with contextlib.redirect_stdout(None):
+        export_universal(folder, tmp_path / "universal")
+    for path in (tmp_path / "shared.pth", tmp_path / "universal"):
+        assert same({name: value.float() for name, value in saved_weights(path)[0].items()}, first)
 
 
 def interrupted_in_evaluation(changes: dict) -> tuple:

@@ -49,8 +49,9 @@ def same(first: dict, second: dict) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# AGVM's rules keep the moments of plain SGD and AdamW, and more.
+@pytest.mark.parametrize("optimizer, stage", [*((o, s) for o in ("AGVMSGD", "AGVMAdamW") for s in range(4)),
+                                              ("SGD", 2), ("AdamW", 3)])
 def test_interrupted_is_uninterrupted(ranks, optimizer, stage):
     for outcome in ranks.run(compare, 2, settings(optimizer, stage), [2, 4]):
         assert outcome["steps"] == list(range(1, STEPS + 1))
