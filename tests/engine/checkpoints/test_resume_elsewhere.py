@@ -15,17 +15,14 @@ STOP, STEPS = 4, 14  # ten more steps
 # (ranks, stage) that save, (ranks, stage) that go on
 MOVES = [((2, 2), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (4, 2)), ((2, 2), (2, 3)), ((2, 3), (2, 2)), ((4, 3), (2, 1)),
          ((2, 0), (4, 3)), ((2, 3), (1, 0)), ((2, 1), (2, 0))]
-# Rounding alone: another number of ranks adds gradients in another order. Adam divides gradients of rounding size by
-# their own size, so single small weights may be off by more than all together.
+# Rounding alone: another number of ranks adds gradients in another order.
 FEWER = MOVES[:4]  # for the other optimizers, whose shards lie alike
-TOLERANCE = {"SGD": 2e-6, "AGVMSGD": 2e-6, "AdamW": 5e-4, "AGVMAdamW": 5e-4}
-TOTAL = {"SGD": 2e-7, "AGVMSGD": 2e-7, "AdamW": 5e-6, "AGVMAdamW": 5e-6}
+OPTIMIZERS = ("SGD", "AGVMSGD", "AdamW", "AGVMAdamW")
 
 
 def greatest(first: dict, second: dict) -> float:
-    """The greatest difference, relative to its tensor's greatest weight; a bias that a norm takes out again stays near
-    zero and moves by rounding alone, hence the floor."""
-    return max(float((first[n] - second[n]).abs().max() / first[n].abs().max().clamp(min=1e-6)) for n in first)
+    """The greatest difference, relative to its tensor's greatest weight, or to 0.001 where a bias is still near zero."""
+    return max(float((first[n] - second[n]).abs().max() / first[n].abs().max().clamp(min=1e-3)) for n in first)
 
 
 def longer(optimizer: str, stage: int) -> dict:
@@ -57,7 +54,7 @@ def saved(ranks):
     return get
 
 
-@pytest.mark.parametrize("optimizer", TOLERANCE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_other_ranks_and_stages_go_on_as_the_undisturbed_run(ranks, saved, optimizer, record_property):
     for (world, stage), (new_world, new_stage) in MOVES if optimizer == "AGVMAdamW" else FEWER:
         straight, folder = saved(optimizer, world, stage)
@@ -66,7 +63,7 @@ def test_other_ranks_and_stages_go_on_as_the_undisturbed_run(ranks, saved, optim
         print(f"{optimizer:10} {world} ranks ZeRO-{stage} -> {new_world} ranks ZeRO-{new_stage}: greatest {apart:.1e}, "
               f"all together {total:.1e}")
         record_property(f"{world} ZeRO-{stage} -> {new_world} ZeRO-{new_stage}", apart)
-        assert apart < TOLERANCE[optimizer] and total < TOTAL[optimizer]
+        assert apart < 5e-6 and total < 1e-7
         assert [r["step"] for r in moved["records"]] == list(range(1, STEPS + 1))
         assert moved["mu"] == pytest.approx(straight["mu"], rel=1e-4)
         for ours, theirs in zip(moved["records"], straight["records"]):
@@ -108,7 +105,7 @@ def resave(changes: dict, folder: str) -> tuple[str, list[dict]]:
     return work_dir, groups
 
 
-@pytest.mark.parametrize("optimizer", TOLERANCE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_moment_counter_and_group_arrives_bit_for_bit(ranks, saved, optimizer):
     _, folder = saved(optimizer, 2, 2)
     first = moments(folder)
