@@ -9,8 +9,11 @@ import pytest
 # The folders of the tests mirror the packages: without this, `tests/engine` would pass for a namespace package `engine`.
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-# Every test, rank and script of this session shares one cache of generated data, and leaves the user's alone.
-os.environ["GIGADET_CACHE"] = tempfile.mkdtemp(prefix="gigadet-tests-")
+# Whatever a test, rank or script of this session writes goes away with it. All share one cache of generated data, and
+# leave the user's alone.
+FOLDER = tempfile.mkdtemp(prefix="gigadet-tests-")
+os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
+os.environ["GIGADET_CACHE"] = os.path.join(FOLDER, "cache")
 
 from ranks import Ranks  # noqa: E402
 
@@ -24,4 +27,4 @@ def ranks():
 
 
 def pytest_sessionfinish() -> None:
-    shutil.rmtree(os.environ["GIGADET_CACHE"], ignore_errors=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)

@@ -8,6 +8,7 @@ sent by module and name and must live in a test module; what it returns comes ba
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import queue
@@ -81,6 +82,9 @@ def _serve(rank: int, tasks: mp.Queue, results: mp.Queue) -> None:
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), name)(*args)
             results.put((rank, True, value))
+            if not gc.get_freeze_count():  # all is imported now: mmengine collects garbage at every turn, over all of it
+                gc.collect()
+                gc.freeze()
         except BaseException:  # reported to the test, which fails with it
             results.put((rank, False, traceback.format_exc()))
 

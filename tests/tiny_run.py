@@ -37,11 +37,11 @@ def merged(changes: dict[str, Any], base: dict[str, Any] = TINY) -> dict[str, An
 
 
 def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: str | None = None,
-               stop_after: int | None = None) -> dict[str, Any]:
+               stop_after: int | None = None, curves: bool = False) -> dict[str, Any]:
     """Train on this rank's process group; weights (whole), records, and what the work dir holds.
 
     `stop_after` stops the run as a signal would, saved, after that step. `resume` goes on: "" from the newest
-    checkpoint of `work_dir`, or the folder to go on from.
+    checkpoint of `work_dir`, or the folder to go on from. `curves` are drawn on request: they take as long as the run.
     """
     import contextlib
     import io
@@ -52,7 +52,7 @@ def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: 
     from engine.zero.whole_parameters import whole_state
 
     kept: dict[str, Any] = {}
-    build, asked = training.build_run, preemption.stop_asked
+    build, asked, finish = training.build_run, preemption.stop_asked, training.finish_report
 
     def keep(*args: Any) -> Any:
         kept["run"] = build(*args)
@@ -62,6 +62,7 @@ def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: 
         work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
     training.build_run = keep
     preemption.stop_asked = lambda: kept["run"].engine.global_steps == stop_after
+    training.finish_report = finish if curves else lambda work_dir: None
     metrics: dict[str, float] = {}
     printed = io.StringIO()
     try:
@@ -71,7 +72,7 @@ def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: 
     except training.Preempted:
         assert stop_after is not None
     finally:
-        training.build_run, preemption.stop_asked = build, asked
+        training.build_run, preemption.stop_asked, training.finish_report = build, asked, finish
         if "run" in kept:
             run = kept["run"]
             weights = {name: value.float().clone() for name, value in whole_state(run.engine.module)}

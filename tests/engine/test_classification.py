@@ -148,7 +148,7 @@ def scored_run():
     from engine import distributed
     from engine.inference import evaluate, infer, load_detector
 
-    result = train_tiny(SCORED)
+    result = train_tiny(SCORED, curves=True)
     folder = Path(result["folder"])
     loaded = load_detector(str(folder / "checkpoints" / "step-000003"), None, [])
     images = loaded.task.build_split("val", loaded.classes).dataset.listing.folder

@@ -56,7 +56,7 @@ def test_family_trains_and_is_scored(ranks, name, stage):
     task = FAMILIES[name][0]
     assert 0 <= metrics[SCORES[task]] <= 100 and ("segm_mAP" in metrics) == (task == "instance")
     results = "results.bbox.json" if task in ("detection", "instance") else "results.classes.json"
-    assert {"eval.json", results, "curves.png", "predictions.png"} <= set(files)
+    assert {"eval.json", results, "predictions.png"} <= set(files)
 
 
 def test_parameters_without_dimensions_train_alike_partitioned_from_the_start(ranks):

@@ -37,7 +37,7 @@ def changes(task, **more):
 
 
 def trained(task, draw=3):
-    result = train_tiny(changes(task, run={"draw": draw}))
+    result = train_tiny(changes(task, run={"draw": draw}), curves=True)
     return result["metrics"], result["folder"], [record["loss"] for record in result["records"]]
 
 
