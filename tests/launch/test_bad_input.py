@@ -36,7 +36,7 @@ ONE_PROCESS = {
                        "data": {"dataset": "ade20k", "task": "semantic", "root": "{folder}/boxes",
                                 "train": {"images": "images", "annotations": "maps"},
                                 "val": {"images": "images", "annotations": "maps"}}}),
-    "used work dir": ("used already holds a run: choose another", {"run": {"work_dir": "{folder}/used"}}),
+    "used work dir": ("used already holds a run: go on with it by --resume, or start afresh", {"run": {"work_dir": "{folder}/used"}}),
     "unknown detector": (r'detector.config "tiny_retinanett" is not .* \(did you mean "tiny_retinanet"\?\)',
                          {"detector": {"config": "tiny_retinanett"}}),
     "unwritable work dir": ("boxes/annotations.json/x cannot be written: ",
