@@ -131,7 +131,7 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"DeepSpeed does not accept this config ({reason})") from error
     with distributed.together():
-        layout = _layout(model_engine, config)
+        layout = _layout(model_engine)
     with distributed.together():
         keep_whole(model_engine, config.detector.skippable)
     if hasattr(optimizer, "attach"):
@@ -170,7 +170,7 @@ def go_on(run: Run, checkpoint: Checkpoint) -> None:
         f"{time.monotonic() - began:.1f} s")
 
 
-def _layout(model_engine: Any, config: RunConfig) -> Layout:
+def _layout(model_engine: Any) -> Layout:
     try:
         return layout_of(model_engine)
     except ValueError as error:

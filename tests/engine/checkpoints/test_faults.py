@@ -111,7 +111,7 @@ def evaluated(changes: dict) -> dict:
     return train_tiny(merged({"run": {"eval_interval": 1.0, "draw": 0, "keep_last": 1, "ema": None}}, changes))
 
 
-def test_the_best_is_kept_beside_the_last(ranks, monkeypatch):
+def test_the_best_is_kept_beside_the_last(ranks):
     outcome = ranks.run(evaluated_falling, 2, settings("SGD", 2, schedule={"steps": 9}))[0]
     folder = Path(outcome["folder"]) / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"step-000003", "step-000009", "latest", "best"}
