@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_its_folder_alone_on_two_ranks(stopped, folder):
 
 def test_a_second_signal_ends_the_run_at_once(folder):
     process = start(folder, LAUNCH / "train.py", "--config", "long.json", "--work-dir", "second",
-                    "--set", "gradient_accumulation_steps=200", "--set", "train_batch_size=200")
+                    "--set", "gradient_accumulation_steps=4000", "--set", "train_batch_size=4000")
     time.sleep(1)
     deadline = time.monotonic() + 240
     while not (folder / "second" / "config.json").exists() and time.monotonic() < deadline:
