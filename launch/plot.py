@@ -1,6 +1,12 @@
-"""Draw the gradient variance of every module over a run, and AGVM's factors beneath, one column per run.
+"""Draw the gradient variance of every module over one or more runs, and AGVM's factors beneath.
 
-  python launch/plot.py work_dirs/batch-32 work_dirs/batch-512 --out variance.png
+One column per run; runs that differ only in their seed share one. --matched brings runs of different batch sizes onto
+the same optimizer steps, the same epochs, or both, as far as the shortest of them goes.
+
+  python launch/plot.py work_dirs/batch-32 work_dirs/batch-512 --matched step epoch --out variance.png
+
+Runs need an AGVM optimizer. To see a plain optimizer's variances, let AGVM measure without modulating:
+  --set optimizer.type=AGVMAdamW --set "optimizer.params.clip=[1, 1]"
 """
 
 from launch.command import parser, run_command
@@ -10,6 +16,8 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("runs", nargs="+", metavar="RUN", help="work dirs of runs with an AGVM optimizer")
     arguments.add_argument("--out", metavar="FILE", help="picture to write (default: variance.png in the first run)")
+    arguments.add_argument("--matched", nargs="+", choices=("step", "epoch"), default=[], metavar="AXIS",
+                           help="step, epoch or both: the same axis for all runs (default: each its own steps)")
     arguments.add_argument("--smooth", type=float, default=0.0, metavar="WEIGHT",
                            help="moving average of phi, 0 (none, default) to below 1")
     options = arguments.parse_args()
@@ -20,12 +28,21 @@ def _plot(options) -> None:
     from pathlib import Path
 
     from engine.config.errors import UserError
-    from engine.monitoring.variance import draw_variance
+    from engine.monitoring.variance import by_seed, matched_end, read_variances, summary
+    from engine.monitoring.variance_picture import draw_variance
 
     if not 0 <= options.smooth < 1:
         raise UserError(f"--smooth must be at least 0 and below 1, got {options.smooth}")
-    runs = [Path(run) for run in options.runs]
-    print(draw_variance(runs, Path(options.out or runs[0] / "variance.png"), smooth=options.smooth))
+    runs = [read_variances(Path(run)) for run in options.runs]
+    groups = by_seed(runs)
+    for axis in options.matched:
+        end = matched_end(runs, axis)
+        print(f"second half of {axis}s 0 to {end:g}, geometric means over windows and seeds\n"
+              f"{summary(groups, axis, end)}\n")
+    if not options.matched:
+        print(f"second half of every run, geometric means over windows and seeds\n{summary(groups)}\n")
+    print(draw_variance(runs, Path(options.out or runs[0].run / "variance.png"), axes=options.matched,
+                        smooth=options.smooth))
 
 
 if __name__ == "__main__":

@@ -1,54 +1,137 @@
-"""Gradient variance per module over the run, and AGVM's factors beneath: the paper's first figure for one's own runs."""
+"""Gradient variances of finished runs, read from their records and brought onto one axis.
+
+phi = 1 - cos is what a window measures; mu^2 phi is the variance of the step that module takes, in units of the
+learning rate: what AGVM makes alike.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
 from engine.config.errors import UserError
-from engine.monitoring.curves import smoothed
 from engine.monitoring.records import read_records
 
+AXES = ("step", "epoch")
 
-def _series(records: Sequence[dict[str, Any]], key: str) -> dict[str, tuple[list[int], list[float]]]:
-    series: dict[str, tuple[list[int], list[float]]] = {}
+
+@dataclass(frozen=True)
+class Curve:
+    """One module's values over a run, at the windows."""
+
+    steps: list[int]
+    epochs: list[float]
+    values: list[float]
+
+    def on(self, axis: str) -> list[float]:
+        return self.steps if axis == "step" else self.epochs
+
+
+@dataclass(frozen=True)
+class Variances:
+    """What one run measured: per module, in the order of the network."""
+
+    run: Path
+    anchor: str
+    phi: dict[str, Curve]
+    mu: dict[str, Curve]
+    steps: int
+    epochs: float
+
+    def end(self, axis: str) -> float:
+        return self.steps if axis == "step" else self.epochs
+
+    @property
+    def modulated(self) -> bool:
+        return any(value != 1 for curve in self.mu.values() for value in curve.values)
+
+    def effective(self, module: str) -> Curve:
+        """mu^2 phi, with the mu that the window's own step used."""
+        phi, factor = self.phi[module], dict(zip(self.mu[module].steps, self.mu[module].values))
+        return Curve(phi.steps, phi.epochs, [factor[s] ** 2 * value for s, value in zip(phi.steps, phi.values)])
+
+
+def read_variances(run: Path) -> Variances:
+    records = read_records(run / "metrics.jsonl")
+    if not any("phi" in record for record in records):
+        raise UserError(f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
+                        "(tau within the run's length; clip [1, 1] measures without modulating)")
+    phi = _curves(records, "phi")
+    anchor = _config(run).get("optimizer", {}).get("params", {}).get("anchor", "backbone")
+    return Variances(run, anchor if anchor in phi else next(iter(phi)), phi, _curves(records, "mu"),
+                     records[-1]["step"], records[-1]["epoch"])
+
+
+def by_seed(runs: Sequence[Variances]) -> list[list[Variances]]:
+    """Runs that differ in nothing but their seed, together."""
+    groups: dict[str, list[Variances]] = {}
+    for run in runs:
+        config = _config(run.run)
+        if config:
+            ignored = {"seed", "work_dir"}
+            config["run"] = {key: value for key, value in config.get("run", {}).items() if key not in ignored}
+        groups.setdefault(json.dumps(config, sort_keys=True) if config else str(run.run), []).append(run)
+    return list(groups.values())
+
+
+def title(runs: Sequence[Variances]) -> str:
+    """The folder's name, without the seed where several seeds share it."""
+    names = [run.run.resolve().name for run in runs]
+    if len(names) == 1:
+        return names[0]
+    common = os.path.commonprefix(names).rstrip("-_. ").removesuffix("seed").rstrip("-_. ")
+    return f"{common or names[0]} ({len(names)} seeds)"
+
+
+def matched_end(runs: Sequence[Variances], axis: str) -> float:
+    """How far all runs go, in steps or epochs."""
+    return min(run.end(axis) for run in runs)
+
+
+def summary(groups: Sequence[Sequence[Variances]], axis: str = "step", end: float = math.inf) -> str:
+    """A table of the second half of every run (up to `end`): phi and mu^2 phi of each module, and against the anchor's."""
+    lines = [f"{'run':32} {'module':12} {'phi':>8} {'/ anchor':>9} {'mu^2 phi':>9} {'/ anchor':>9}"]
+    for group in groups:
+        means = {module: (_late_mean([run.phi[module] for run in group if module in run.phi], axis, end),
+                          _late_mean([run.effective(module) for run in group if module in run.phi], axis, end))
+                 for module in group[0].phi}
+        phi_anchor, effective_anchor = means[group[0].anchor]
+        name = title(group)
+        for module, (phi, effective) in means.items():
+            lines.append(f"{name:32} {module:12} {phi:8.4f} {phi / phi_anchor:9.2f} {effective:9.4f} "
+                         f"{effective / effective_anchor:9.2f}")
+            name = ""
+    return "\n".join(lines)
+
+
+def _late_mean(curves: Sequence[Curve], axis: str, end: float) -> float:
+    """Geometric mean over the windows of the second half, of all seeds."""
+    logs = []
+    for curve in curves:
+        x = [position for position in curve.on(axis) if position <= end]
+        logs += [math.log(value) for position, value in zip(x, curve.values)
+                 if position >= (x[0] + x[-1]) / 2 and value > 0]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def _curves(records: Sequence[dict[str, Any]], key: str) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
     for record in records:
         for module, value in record.get(key, {}).items():
             if isinstance(value, (int, float)):
-                steps, values = series.setdefault(module, ([], []))
-                steps.append(record["step"])
-                values.append(value)
-    return series
+                curve = curves.setdefault(module, Curve([], [], []))
+                curve.steps.append(record["step"])
+                curve.epochs.append(record["epoch"])
+                curve.values.append(value)
+    return curves
 
 
-def draw_variance(runs: Sequence[Path], path: Path, *, smooth: float = 0.0) -> Path:
-    """One column per run: phi = 1 - cos of every module above, mu below, over optimizer steps."""
-    from matplotlib.figure import Figure
-
-    measured = []
-    for run in runs:
-        records = read_records(run / "metrics.jsonl")
-        if not any("phi" in record for record in records):
-            raise UserError(f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
-                            "(tau within the run's length)")
-        measured.append(records)
-    figure = Figure(figsize=(5.2 * len(runs), 6), layout="constrained")
-    axes = figure.subplots(2, len(runs), squeeze=False, sharex="col")
-    modules = list(dict.fromkeys(m for records in measured for r in records for m in r.get("phi", {})))
-    colours = {module: f"C{index % 10}" for index, module in enumerate(modules)}
-    for column, (run, records) in enumerate(zip(runs, measured)):
-        top, bottom = axes[:, column]
-        for module, (steps, values) in _series(records, "phi").items():
-            top.plot(steps, smoothed(values, smooth) if smooth else values, color=colours[module], label=module,
-                     marker="." if len(steps) < 40 else None)
-        for module, (steps, values) in _series(records, "mu").items():
-            bottom.plot(steps, values, color=colours.get(module, "0.5"), label=module)
-        top.set(title=run.resolve().name, ylim=(0, None))
-        bottom.set(xlabel="optimizer step")
-        bottom.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
-    axes[0, 0].set_ylabel("gradient variance phi = 1 - cos")
-    axes[1, 0].set_ylabel("factor mu on the learning rate")
-    axes[0, -1].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / "config.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}

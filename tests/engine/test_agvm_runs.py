@@ -1,10 +1,12 @@
 """AGVM from the JSON: measured, recorded, drawn, and the same on one rank as on two."""
 
+from pathlib import Path
+
 import pytest
 from tiny_run import distance, train_tiny
 
-from engine.config import UserError
-from engine.monitoring.variance import draw_variance
+from engine.monitoring.variance import read_variances
+from engine.monitoring.variance_picture import draw_variance
 
 AGVM = {"optimizer": {"type": "AGVMSGD", "params": {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "tau": 2, "alpha": 0.5}},
         "schedule": {"steps": 6, "warmup_steps": 2, "decay": "constant"}}
@@ -39,15 +41,7 @@ def test_one_rank_and_several_measure_the_same(ranks, single, world, stage):
     assert distance(single["weights"], other["weights"]) < 1e-5
 
 
-def test_the_plot_has_a_column_per_run_and_refuses_a_run_without_measurements(single, ranks, tmp_path):
-    from pathlib import Path
-
-    from PIL import Image
-
-    folder = Path(single["folder"])
-    one = Image.open(draw_variance([folder], tmp_path / "one.png"))
-    two = Image.open(draw_variance([folder, folder], tmp_path / "two.png"))
-    assert two.width > 1.8 * one.width
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    with pytest.raises(UserError, match="no gradient variances"):
-        draw_variance([tmp_path], tmp_path / "none.png")
+def test_a_runs_own_records_are_drawn(single, tmp_path):
+    run = read_variances(Path(single["folder"]))
+    assert list(run.phi) == ["backbone", "neck", "bbox_head"] and run.modulated and run.steps == len(single["records"])
+    assert draw_variance([run], tmp_path / "picture.png", axes=["step", "epoch"]).exists()

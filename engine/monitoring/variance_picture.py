@@ -1,0 +1,57 @@
+"""The paper's first figure for one's own runs: every module's gradient variance, and AGVM's factors beneath."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Sequence
+
+from engine.monitoring.curves import smoothed
+from engine.monitoring.variance import Curve, Variances, by_seed, matched_end, title
+
+LABELS = {"step": "optimizer step", "epoch": "epoch"}
+
+
+def draw_variance(runs: Sequence[Variances], path: Path, *, axes: Sequence[str] = (), smooth: float = 0.0) -> Path:
+    """One column per run, seeds of one run together. `axes` brings all runs onto the same steps, epochs, or both."""
+    from matplotlib.figure import Figure
+
+    groups = by_seed(runs)
+    modules = list(dict.fromkeys(module for run in runs for module in run.phi))
+    colours = {module: f"C{index % 10}" for index, module in enumerate(modules)}
+    kinds = ["phi", "effective", "mu"] if any(run.modulated for run in runs) else ["phi"]
+    rows = [(axis, kind) for axis in axes or [None] for kind in kinds]
+    figure = Figure(figsize=(4.4 * len(groups), 2.9 * len(rows) + 0.5), layout="constrained")
+    panels = figure.subplots(len(rows), len(groups), squeeze=False, sharey="row")
+    for (axis, kind), row in zip(rows, panels):
+        for group, panel in zip(groups, row):
+            end = matched_end(runs, axis) if axis else None
+            for module in modules:
+                curves = [curve for run in group for curve in [_curve(run, kind, module)] if curve]
+                _draw(panel, curves, axis or "step", colours[module], module, smooth if kind != "mu" else 0.0)
+            panel.set(xlabel=LABELS[axis or "step"], ylim=(0, None), xlim=(0, end))
+            if kind == "mu":
+                panel.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
+        row[0].set_ylabel({"phi": "phi = 1 - cos", "effective": "mu$^2$ phi (of the step)",
+                           "mu": "mu, factor on the rate"}[kind])
+    for group, panel in zip(groups, panels[0]):
+        panel.set_title(title(group), fontsize=10)
+    panels[0, -1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _curve(run: Variances, kind: str, module: str) -> Curve | None:
+    if kind == "mu":
+        return run.mu.get(module)
+    if module not in run.phi:
+        return None
+    return run.phi[module] if kind == "phi" else run.effective(module)
+
+
+def _draw(panel: Any, curves: Sequence[Curve], axis: str, colour: str, label: str, smooth: float) -> None:
+    """Every seed thin, the first one with the module's name."""
+    for number, curve in enumerate(curves):
+        values = smoothed(curve.values, smooth) if smooth else curve.values
+        panel.plot(curve.on(axis), values, color=colour, label=label if number == 0 else None, linewidth=1.0,
+                   alpha=1.0 if number == 0 else 0.55, marker="." if len(values) < 40 else None, markersize=4)

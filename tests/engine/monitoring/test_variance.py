@@ -1,0 +1,76 @@
+"""Variances read from records: matched axes, seeds together, the table's means by hand."""
+
+import json
+import math
+
+import pytest
+from PIL import Image
+
+from engine.config.errors import UserError
+from engine.monitoring.variance import by_seed, matched_end, read_variances, summary, title
+from engine.monitoring.variance_picture import draw_variance
+
+
+def write_run(folder, *, steps, per_epoch, seed=0, batch=8, phi=lambda step: 0.5, mu=1.0, anchor=None):
+    folder.mkdir()
+    params = {} if anchor is None else {"anchor": anchor}
+    (folder / "config.json").write_text(json.dumps({
+        "train_batch_size": batch, "optimizer": {"params": params}, "run": {"seed": seed, "work_dir": str(folder)}}))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            record = {"step": step, "epoch": step / per_epoch, "loss": 1.0, "mu": {"backbone": 1.0, "head": mu}}
+            if step % 2 == 0:
+                record["phi"] = {"backbone": 1.0, "head": phi(step)}
+            file.write(json.dumps(record) + "\n")
+    return read_variances(folder)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [write_run(tmp_path / "small-seed0", steps=80, per_epoch=20),
+            write_run(tmp_path / "small-seed1", steps=80, per_epoch=20, seed=1),
+            write_run(tmp_path / "large", steps=20, per_epoch=5, batch=32, mu=2.0)]
+
+
+def test_seeds_of_one_run_share_a_column_and_its_title(runs):
+    groups = by_seed(runs)
+    assert [[run.run.name for run in group] for group in groups] == [["small-seed0", "small-seed1"], ["large"]]
+    assert [title(group) for group in groups] == ["small (2 seeds)", "large"]
+
+
+def test_the_matched_axis_ends_with_the_shortest_run(runs, tmp_path):
+    assert matched_end(runs, "step") == 20 and matched_end(runs, "epoch") == 4
+    short = write_run(tmp_path / "short", steps=30, per_epoch=20)
+    assert matched_end([*runs, short], "epoch") == 1.5
+
+
+def test_the_table_takes_the_second_half_up_to_the_matched_end(tmp_path):
+    run = write_run(tmp_path / "run", steps=40, per_epoch=10, phi=lambda step: 0.25 if step <= 20 else 0.01, mu=2.0)
+    # Up to step 20 windows are 2..20, the second half begins at 11: all 0.25 there, and times mu^2 = 4 it is 1.
+    head = summary([[run]], "step", 20).splitlines()[-1].split()
+    assert head == ["head", "0.2500", "0.25", "1.0000", "1.00"]
+    # Up to epoch 3 (step 30) it begins at step 16: 0.25 three times (16, 18, 20), 0.01 five times.
+    mean = math.exp((3 * math.log(0.25) + 5 * math.log(0.01)) / 8)
+    assert summary([[run]], "epoch", 3).splitlines()[-1].split()[1] == f"{mean:.4f}"
+
+
+def test_the_anchor_is_the_runs_own(tmp_path):
+    run = write_run(tmp_path / "run", steps=10, per_epoch=10, anchor="head")
+    backbone = summary([[run]]).splitlines()[1].split()
+    assert backbone[1:4] == ["backbone", "1.0000", "2.00"]
+
+
+def test_a_column_per_group_and_rows_for_each_axis(runs, tmp_path):
+    def size(chosen, axes=()):
+        return Image.open(draw_variance(chosen, tmp_path / "picture.png", axes=axes)).size
+
+    plain, seeds, both = size(runs[:1]), size(runs[:2]), size(runs)
+    assert seeds == plain                              # two seeds, one column; one row, as nothing is modulated
+    assert both[0] == 2 * plain[0] and both[1] > 2 * plain[1]
+    assert size(runs, ("step", "epoch"))[1] > 1.8 * both[1]
+
+
+def test_a_run_without_measurements_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.1, "loss": 1.0}\n')
+    with pytest.raises(UserError, match="no gradient variances"):
+        read_variances(tmp_path)
