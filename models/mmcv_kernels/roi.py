@@ -19,6 +19,7 @@ import torchvision  # noqa: F401  registers torch.ops.torchvision
 from torch import Tensor
 
 from models.mmcv_kernels.precision import widen
+from models.mmcv_kernels.roi_align_gradient import is_faster, roi_align_gradient
 
 __all__ = [
     "deform_roi_pool_backward",
@@ -78,6 +79,10 @@ def roi_align_backward(
     grad_output, rois = widen(grad_output, rois)
     rois, _ = _finite(rois)
     size = (aligned_height, aligned_width)
+    if pool_mode != _MAX and is_faster(rois, grad_input.shape, size, sampling_ratio):
+        shape = grad_input.shape
+        grad_input.copy_(roi_align_gradient(grad_output, rois, shape, size, spatial_scale, sampling_ratio, aligned))
+        return
     if pool_mode != _MAX:
         arguments = (*size, *grad_input.shape, sampling_ratio, aligned)
         grad_input.copy_(torch.ops.torchvision._roi_align_backward(grad_output, rois, spatial_scale, *arguments))

@@ -264,6 +264,21 @@ def test_roi_align_is_a_bilinear_pool(aligned, ratio, mode):
     close(torch.autograd.grad(got, x, grad)[0], torch.autograd.grad(want, x, grad)[0])
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("chunk", [1 << 24, 1000])
+def test_the_gradient_by_products_is_torchvisions(aligned, chunk, monkeypatch):
+    from models.mmcv_kernels import roi_align_gradient as products
+
+    monkeypatch.setattr(products, "_CHUNK", chunk)
+    corner = torch.rand(200, 2, generator=torch.Generator().manual_seed(1)) * 90 - 15
+    rois = torch.cat([torch.arange(200.0)[:, None] % 3, corner, corner.flip(0).abs() + corner], dim=1)
+    shape, grad = torch.Size((4, 5, 16, 20)), rand(200, 5, 7, 6).float()  # no region lies in the fourth image
+    assert products.is_faster(rois, shape, (7, 6), 2) and not products.is_faster(rois, shape, (7, 6), 0)
+    got = products.roi_align_gradient(grad, rois, shape, (7, 6), 0.25, 2, aligned)
+    want = torch.ops.torchvision._roi_align_backward(grad, rois, 0.25, 7, 6, *shape, 2, aligned)
+    assert (got - want).abs().max() < 3e-6 * want.abs().max() and want.abs().max() > 1
+
+
 def test_roi_pool_takes_the_largest_of_the_pixels_a_bin_touches():
     x, rois = rand(2, 3, 7, 9, grad=True), torch.tensor(ROIS + [[0, 9.2, 9.2, 8.1, 8.1]], dtype=torch.float64)
     want = torch.zeros(len(rois), 3, *SIZE, dtype=x.dtype)
