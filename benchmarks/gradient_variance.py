@@ -20,7 +20,8 @@ from collections import deque
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PIPELINES = ("retinanet", "faster_rcnn")
+# Pipeline -> detector: of 64-pixel images a smaller Faster R-CNN is enough.
+PIPELINES = {"retinanet": "tiny_retinanet", "faster_rcnn": "micro_faster_rcnn"}
 IMAGES, MICRO = 640, 4
 # batch, epochs, learning rate, warm-up steps
 SMALL, LARGE = (8, 8, 1e-3, 50), (128, 16, 2.25e-3, 10)
@@ -37,6 +38,7 @@ def runs() -> dict[str, tuple[str, list[str]]]:
             for name, (batch, epochs, lr, warmup), method in (
                     ("batch-8", SMALL, MEASURE), ("batch-128", LARGE, MEASURE), ("batch-128-agvm", LARGE, MODULATE)):
                 found[f"{pipeline}/{name}-seed{seed}"] = pipeline, [
+                    f"detector.config={PIPELINES[pipeline]}",
                     f"train_batch_size={batch}", f"train_micro_batch_size_per_gpu={MICRO}",
                     f"gradient_accumulation_steps={batch // MICRO}",
                     f"data.shapes.train_images={IMAGES}", "data.shapes.image_size=64", "data.scale=[64, 64]",
