@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -78,6 +79,7 @@ def main() -> None:
 
 
 def _start(folder: Path, pipeline: str, settings: list[str]) -> subprocess.Popen:
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
     folder.parent.mkdir(parents=True, exist_ok=True)
     overrides = [part for setting in settings for part in ("--set", setting)]
     with open(f"{folder}.log", "w") as log:
