@@ -66,10 +66,11 @@ class Modulator:
         self.phi: dict[str, float] = {}
         self.windows = self.discarded = 0
         self.last_window: int | None = None
+        self.paused = False  # while gradients are not those of the step
 
     def is_window(self, step: int) -> bool:
         """Whether optimizer step t (counted from 1) measures the gradient variance."""
-        return step > self.start_step and step % self.tau == 0
+        return step > self.start_step and step % self.tau == 0 and not self.paused
 
     def variance(self, sums: Sequence[float], micro_batches: int) -> float | None:
         """Phi of one module from its three all-reduced sums, or None if it has no gradient."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.zero.layout import Fragment, layout_of, squared_norm, state_slice
+from engine.zero.layout import Fragment, layout_of, state_slice
 from engine.zero.support import refuse_unsupported
 from engine.zero.wrapping import Wrapped
 
@@ -76,7 +76,7 @@ class LayerNorms:
         final, per_layer = client.needs_final_gradient, client.sums_per_layer
         scale = 1.0
         if final:
-            scale = layout.factors(self._gradient_norm() if layout.needs_norm else 0.0)[0]
+            scale = layout.factors(layout.gradient_norm() if layout.needs_norm else 0.0)[0]
         device = next(iter(layout.shards().values())).device
         sums = torch.zeros(len(layout.params), per_layer, dtype=torch.float64, device=device)
         for fragment, part in self._parts(scale):
@@ -100,12 +100,6 @@ class LayerNorms:
                 part = g[low:high].to(w.device, torch.float32)
                 own = state_slice(state, shard, fragment.offset + low, fragment.offset + high)
                 yield fragment, client.layer_sums(group, own, w[low:high].float(), part if scale == 1.0 else part * scale)
-
-    def _gradient_norm(self) -> float:
-        gradients = (self.layout.gradient(fragment) for fragment in self.layout.fragments)
-        squares = [squared_norm(g) for g in gradients if g is not None]
-        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        return float(self._all_reduce(square)) ** 0.5
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         if self.layout.world > 1:
