@@ -148,7 +148,7 @@ class SamConfig(Block):
 
 
 class OptimizerConfig(Block):
-    type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours")
+    type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)")
     params: dict[str, Any] = Field({}, description="its arguments, with torch's meaning")
     paramwise: ParamwiseConfig = Field(ParamwiseConfig(), description="exceptions for some parameters")
     sam: SamConfig | None = Field(None, description="sharpness-aware minimisation over this optimizer, at twice the computation")

@@ -96,6 +96,8 @@ def follow_timm(case, name, options):
     engine, optimizer = build(case, model)
     for step in range(1, case.steps + 1):
         take_step(engine, case, step)
+        if dist.get_rank():
+            continue
         gradients = micro_gradients(plain, step, dist.get_world_size() * case.accumulation)
         for i, prefixes in MODULES.items():
             own = [p for n, p in plain.named_parameters() if any(n.startswith(f"{x}.") for x in prefixes)]
