@@ -1,10 +1,11 @@
 """What a step of each optimizer costs beside one of AdamW: seconds, bytes sent, bytes of state.
 
-One run on two gloo ranks, Faster R-CNN, fixed pictures, ZeRO-2 unless told otherwise. Every optimizer has an engine of its
-own; each block has one step of every optimizer in random order, and what a step costs more than AdamW's is the difference
-to the AdamW step of its own block. "update" is the part behind the last backward (for SAM, behind that of its second pass).
-AGVM's steps are those with a window: on average it costs 1/tau of what is shown. Bytes are counted from the collectives,
-as what a rank sends on average in a ring, and from the tensors of the optimizer's state on rank 0: both are exact.
+One run on two gloo ranks, Faster R-CNN, fixed pictures, ZeRO-2 unless told otherwise. Every optimizer has an engine of
+its own; each block has one step of every optimizer in random order, and what a step costs more than AdamW's is the
+difference to the AdamW step of its own block. CPU seconds are rank 0's own, which other load on the machine disturbs
+less than the clock; "update" are those behind the last backward (for SAM, behind that of its second pass). AGVM's steps
+are those with a window: the window costs 1/tau of that on average. Bytes are counted from the collectives, as what a rank
+sends on average in a ring, and from the tensors of the optimizer's state on rank 0: both are exact.
 
     python benchmarks/optimizer_cost.py --blocks 8 --depth 18 --size 192
 """
@@ -54,34 +55,28 @@ class Contender:
         if hasattr(self.optimizer, "attach"):
             self.optimizer.attach(self.engine)
         self.sam = SharpnessAware(self.engine, self.optimizer, layout_of(self.engine), 0.05) if name == "SAM" else None
-        self.updates = 0.0
 
     def backward(self, batch: tuple) -> int:
         images, samples = batch
         torch.manual_seed(dist.get_rank())
         self.engine.backward(self.engine.module.parse_losses(self.engine(images, samples, mode="loss"))[0])
+        self.behind = time.process_time()
         return 0
 
-    def step(self, data: list) -> tuple[float, float]:
-        """Seconds of a whole step, and of its update."""
+    def step(self, data: list) -> tuple[float, float, float]:
+        """Seconds of a whole step by the clock and of this process, and of the latter those behind the last backward."""
         dist.barrier()
-        began = time.perf_counter()
+        clock, own = time.perf_counter(), time.process_time()
         for batch in data:
             if self.sam is None:
                 self.backward(batch)
-                behind = time.perf_counter()
                 self.engine.step()
             else:
                 self.backward(self.sam.keep(batch))
-                self.sam.step(lambda k, again: self.backward(again) + self._note())
-                behind = self._noted
+                self.sam.step(lambda k, again: self.backward(again))
+        ended = time.process_time()
         dist.barrier()
-        ended = time.perf_counter()
-        return ended - began, ended - behind
-
-    def _note(self) -> int:
-        self._noted = time.perf_counter()
-        return 0
+        return time.perf_counter() - clock, ended - own, ended - self.behind
 
     def state_bytes(self) -> int:
         return sum(value.numel() * value.element_size() for state in self.optimizer.state.values()
@@ -117,16 +112,18 @@ def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace, sent: dict, seconds: dict, states: dict, parameters: int) -> None:
     print(f"Faster R-CNN R{args.depth}, {parameters / 1e6:.1f} M parameters, ZeRO-{args.stage}, 2 ranks x {args.batch} x "
           f"{args.size} pixels x {args.accumulation} accumulated, clipping {args.clip:g}, {args.blocks} blocks; +-: 95 %")
-    print(f"{BASE}: step {interval([s for s, _ in seconds[BASE]])} s, update {interval([u for _, u in seconds[BASE]])} s, "
-          f"{sent[BASE]:.0f} bytes sent, {states[BASE]} bytes of state a rank")
-    print(f"{'':10} {'step, s more':>17} {'of ' + BASE:>9} {'update, s more':>19} {'bytes sent more':>16} {'of ' + BASE:>9} "
-          f"{'state, bytes':>13}")
-    base = statistics.mean(s for s, _ in seconds[BASE])
+    clock, own, update = (interval([row[k] for row in seconds[BASE]]) for k in range(3))
+    print(f"{BASE}: step {clock} s by the clock, {own} s of CPU, update {update} s of CPU, {sent[BASE]:.0f} bytes sent, "
+          f"{states[BASE]} bytes of state a rank")
+    print(f"{'more than ' + BASE:16} {'clock, s':>17} {'CPU, s':>17} {'':>7} {'update, CPU s':>17} {'bytes sent':>14} {'':>8} "
+          f"{'state':>12}")
+    base = statistics.mean(row[1] for row in seconds[BASE])
     for name in seconds:
         if name != BASE:
-            step, update = ([x[k] - y[k] for x, y in zip(seconds[name], seconds[BASE])] for k in (0, 1))
-            print(f"{name:10} {interval(step):>17} {statistics.mean(step) / base:>+9.1%} {interval(update):>19} "
-                  f"{sent[name] - sent[BASE]:>16.0f} {sent[name] / sent[BASE] - 1:>+9.3%} {states[name]:>13}", flush=True)
+            clock, own, update = ([x[k] - y[k] for x, y in zip(seconds[name], seconds[BASE])] for k in range(3))
+            print(f"{name:16} {interval(clock):>17} {interval(own):>17} {statistics.mean(own) / base:>+7.1%} "
+                  f"{interval(update):>17} {sent[name] - sent[BASE]:>14.0f} {sent[name] / sent[BASE] - 1:>+8.3%} "
+                  f"{states[name] - states[BASE]:>12}", flush=True)
 
 
 def main() -> None:

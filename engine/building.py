@@ -143,7 +143,8 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         except ValueError as error:
             raise ConfigError(str(error)) from None
     try:
-        sam = None if config.optimizer.sam is None else SharpnessAware(model_engine, optimizer, layout, config.optimizer.sam.rho)
+        options = config.optimizer.sam
+        sam = None if options is None else SharpnessAware(model_engine, optimizer, layout, options.rho)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say(f"model   {describe(model)}")

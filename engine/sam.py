@@ -3,10 +3,11 @@
     e = rho g / |g|       g the gradient of the whole batch at w, |g| over all parameters and ranks
     the optimizer's step at w, with the gradient at w + e
 
-The climb to w + e is a step of DeepSpeed's own wrapper in which the optimizer adds e instead of its update: so gradients are
-unscaled, weights gathered and gradients cleared as in any step, at every stage and precision. The master weights are copied
-before it and copied back before the real step, to the bit; that costs one more copy of this rank's share of them (4 bytes
-a parameter, divided by the ranks at stages 1 to 3). The working weights follow in the real step, which gathers them anyway.
+The climb to w + e is a step of DeepSpeed's own wrapper in which the optimizer adds e instead of its update: so gradients
+are unscaled, weights gathered and gradients cleared as in any step, at every stage and precision. The master weights are
+copied before it and copied back before the real step, to the bit; that costs one more copy of this rank's share of them
+(4 bytes a parameter, divided by the ranks at stages 1 to 3). The working weights follow in the real step, which gathers
+them anyway.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from engine.zero.support import refuse_unsupported
 class SharpnessAware:
     """`keep` before each micro-batch of the first pass, `step` after its backward, in the place of the engine's.
 
-    Both passes see the same samples, augmented once. What a forward pass leaves in buffers, such as batch-norm statistics,
-    is that of the first pass. AGVM measures in the second pass, whose gradient is the step's.
+    Both passes see the same samples, augmented once. What a forward pass leaves in buffers, such as batch-norm
+    statistics, is that of the first pass. AGVM measures in the second pass, whose gradient is the step's.
     """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, layout: Layout, rho: float) -> None:
@@ -34,14 +35,14 @@ class SharpnessAware:
         self._batches: list[Any] = []
 
     def keep(self, batch: Any) -> Any:
-        """Keep a micro-batch for the second pass; go forward with what this returns, for a model may change its input."""
+        """Keep a micro-batch for the second pass; go forward with what this returns: a model may change its input."""
         self._measure_variance(False)
         self._batches.append(batch)
         return copy.deepcopy(batch)
 
     def step(self, again: Callable[[int, Any], int]) -> int:
-        """Count a micro-step; behind the last one climb, call `again` with each micro-batch's number and itself, and let
-        the optimizer step. What `again` returns is added up."""
+        """Count a micro-step; behind the last one climb, call `again` with each micro-batch's number and itself, and
+        let the optimizer step. What `again` returns is added up."""
         engine, total = self.engine, 0
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
@@ -72,7 +73,7 @@ class SharpnessAware:
 
     @torch.no_grad()
     def _climb(self) -> None:
-        """w to w + e, and the first pass's gradients forgotten. One that is not finite, or zero, leaves w where it is."""
+        """w to w + e, and the first pass's gradients forgotten. One not finite, or zero, leaves w where it is."""
         engine, optimizer, wrapper = self.engine, self.optimizer, self.engine.optimizer
         norm = self.layout.gradient_norm()
         length = norm * self.layout.factors(norm)[0]  # in the units of the step

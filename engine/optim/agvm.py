@@ -131,7 +131,7 @@ class Modulator:
 
 
 class AGVMOptimizer(Rule):
-    """Base of the modulated rules. A rule gives `update` (the step at a given learning rate) and `preconditioner` (D^2).
+    """Base of the modulated rules, which give `update` (a step at a given learning rate) and `preconditioner` (D^2).
 
     Every param group names its module under `module`. The schedule owns `group["lr"]`; a step uses lr * mu[module]. A
     rule that exists by itself is modulated by inheriting from both, itself first (see `agvm_layerwise.py`).

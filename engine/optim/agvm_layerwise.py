@@ -1,7 +1,7 @@
 """AGVM on top of LARS and LAMB: the modulator's mu on the learning rate, the layers' ratios inside the step.
 
-mu belongs to a module and the ratio to a layer, and neither enters the other: norms are of weights and of a step before its
-learning rate, phi of gradients.
+mu belongs to a module and the ratio to a layer, and neither enters the other: norms are of weights and of a step before
+its learning rate, phi of gradients.
 """
 
 from __future__ import annotations

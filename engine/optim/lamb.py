@@ -1,4 +1,4 @@
-"""LAMB: AdamW whose step on a layer is scaled by the ratio of its weights' norm to its step's. And with fading moments."""
+"""LAMB: AdamW whose step on a layer is scaled by its weights' norm over its step's; and PMD-LAMB, with fading moments."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ class LAMB(LayerwiseOptimizer):
 class PMDLAMB(LAMB):
     """LAMB with periodical decay of its moments: every `period` steps, m and v are multiplied by `factor`.
 
-    The paper names the method (Wang et al. 2020) and not its rule, and no source at hand has it, so this is our reading:
-    after each `period` steps, before the next gradient comes in,
+    The paper names the method (Wang et al. 2020) and not its rule, and no source at hand has it, so this is our
+    reading: after each `period` steps, before the next gradient comes in,
 
         m <- factor m,   v <- factor v
 
-    and bias correction divides by the weights that the moments then really hold, c[t] = beta kept[t] c[t-1] + (1 - beta)
-    with kept[t] = `factor` at those steps and 1 at others, instead of 1 - beta^t, which is the same without decay. So m and
-    v stay averages of gradients, of fewer old ones: `factor` 1 is LAMB, 0 starts both anew.
+    and bias correction divides by the weights that the moments then really hold, c[t] = beta kept[t] c[t-1] + 1 - beta
+    with kept[t] = `factor` at those steps and 1 at others, instead of 1 - beta^t, which is the same without decay. So m
+    and v stay averages of gradients, of fewer old ones: `factor` 1 is LAMB, 0 starts both anew.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, *, period: int, factor: float, **further: Any) -> None:

@@ -1,8 +1,8 @@
 """The base of LARS and LAMB: rules whose step on a layer depends on norms over the whole of it.
 
-A layer is one parameter. Under ZeRO its pieces lie on several ranks, many layers share one flat shard, and DeepSpeed steps
-shard by shard: so the norms are gathered before the first of them, by `engine.zero`, and the step applies one ratio per
-layer to whatever pieces of layers its shards hold. Without DeepSpeed the parameters are whole and it is done here.
+A layer is one parameter. Under ZeRO its pieces lie on several ranks, many layers share one flat shard, and DeepSpeed
+steps shard by shard: so the norms are gathered before the first of them, by `engine.zero`, and the step applies one ratio
+per layer to whatever pieces of layers its shards hold. Without DeepSpeed the parameters are whole and it is done here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LayerwiseOptimizer(Rule):
     step's, is zero.
     """
 
-    # Whether the sums are of the gradient as the step will see it. Otherwise they are of DeepSpeed's, and the last of them
-    # is |g|^2: the rule follows a factor on g by itself, and clipping then needs no second all-reduce.
+    # Whether the sums are of the gradient as the step will see it. Otherwise they are of DeepSpeed's, and the last of
+    # them is |g|^2: the rule follows a factor on g by itself, and clipping then needs no second all-reduce.
     needs_final_gradient = True
     sums_per_layer: int
 
@@ -69,8 +69,9 @@ class LayerwiseOptimizer(Rule):
             self._norms.detach()
         super().detach()
 
-    def follow(self, layers: Sequence[tuple[int, int]], segments: Mapping[Tensor, Sequence[tuple[int, int, int]]]) -> None:
-        """Which layers there are (param group, dimensions), and which range of which shard (start, stop) is of which."""
+    def follow(self, layers: Sequence[tuple[int, int]],
+               segments: Mapping[Tensor, Sequence[tuple[int, int, int]]]) -> None:
+        """Which layers there are (param group, dimensions), and whose the ranges of each shard are (start, stop)."""
         self.layers = [Layer(*layer) for layer in layers]
         self.segments = {shard: [Segment(*segment) for segment in own] for shard, own in segments.items()}
 
@@ -118,7 +119,8 @@ class LayerwiseOptimizer(Rule):
 
 
 def flat_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.reshape(-1) if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()}
+    return {key: value.reshape(-1) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in state.items()}
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

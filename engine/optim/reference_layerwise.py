@@ -15,7 +15,8 @@ NEVER = 10**9
 
 class LayerwiseTwin(Twin):
     def __init__(self, weights: Gradients, lr: float, *, weight_decay: float, max_norm: float = 0.0,
-                 adapt_1d: bool = False, tau: int = NEVER, alpha: float = 0.97, anchor: str = "backbone", **agvm) -> None:
+                 adapt_1d: bool = False, tau: int = NEVER, alpha: float = 0.97, anchor: str = "backbone",
+                 **agvm) -> None:
         super().__init__(weights, tau=tau, alpha=alpha, anchor=anchor, **agvm)
         self.lr, self.decay, self.max_norm, self.adapt_1d = lr, weight_decay, max_norm, adapt_1d
 

@@ -1,4 +1,7 @@
-"""Where DeepSpeed keeps the shards, a second gradient beside its own, and norms over whole layers. No update rule is known here."""
+"""Where DeepSpeed keeps the shards, a second gradient beside its own, and sums over whole layers.
+
+No update rule is known here.
+"""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Sums over whole layers before every optimizer step, wherever ZeRO has put the pieces of a layer.
 
-Each rank adds up its own fragments, layer by layer; one all-reduce of a vector with a few numbers per layer makes them sums
-over whole layers. A rule that is not linear in the gradient needs to know DeepSpeed's clipping first: with clipping on,
-that is a second all-reduce, of one number.
+Each rank adds up its own fragments, layer by layer; one all-reduce of a vector with a few numbers per layer makes them
+sums over whole layers. A rule that is not linear in the gradient needs to know DeepSpeed's clipping first: with clipping
+on, that is a second all-reduce, of one number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.zero.wrapping import Wrapped
 class LayerNorms:
     """One DeepSpeed engine and one client optimizer.
 
-    The client turns slices of weights, gradient and state into `sums_per_layer` numbers (`layer_sums`), takes the sums of
-    all layers (`take_sums`), says under `needs_final_gradient` in which units it wants the gradient, and is told by
+    The client turns slices of weights, gradient and state into `sums_per_layer` numbers (`layer_sums`), takes the sums
+    of all layers (`take_sums`), says under `needs_final_gradient` in which units it wants the gradient, and is told by
     `follow` which layers there are and which range of which shard belongs to which.
     """
 
@@ -31,8 +31,8 @@ class LayerNorms:
         if client._norms is not None:
             raise ValueError(f"this {name} is attached already: attach it once, right after deepspeed.initialize")
         if getattr(engine, "basic_optimizer", None) is not client:
-            raise ValueError(f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and attach "
-                             "the engine that returns")
+            raise ValueError(f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
+                             "attach the engine that returns")
         refuse_unsupported(engine, name)
         self.engine, self.client, self.layout = engine, client, layout_of(engine)
         self._check_weights()
@@ -59,8 +59,8 @@ class LayerNorms:
             else:
                 own = parameter.detach().reshape(-1)[fragment.start:fragment.stop]
             if not torch.equal(self._weights(fragment).to(own), own):
-                raise RuntimeError("DeepSpeed's shards do not hold the parameters where engine/zero/layout.py reads them: "
-                                   "use deepspeed 0.19.x")
+                raise RuntimeError("DeepSpeed's shards do not hold the parameters where engine/zero/layout.py reads "
+                                   "them: use deepspeed 0.19.x")
 
     def _weights(self, fragment: Fragment) -> Tensor:
         stop = fragment.offset + fragment.stop - fragment.start
@@ -99,7 +99,8 @@ class LayerNorms:
                 high = min(w.numel(), low + limit)
                 part = g[low:high].to(w.device, torch.float32)
                 own = state_slice(state, shard, fragment.offset + low, fragment.offset + high)
-                yield fragment, client.layer_sums(group, own, w[low:high].float(), part if scale == 1.0 else part * scale)
+                part = part if scale == 1.0 else part * scale
+                yield fragment, client.layer_sums(group, own, w[low:high].float(), part)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         if self.layout.world > 1:

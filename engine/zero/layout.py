@@ -105,7 +105,8 @@ class Layout:
     def gradient_norm(self) -> float:
         """|g| over all parameters, as DeepSpeed holds it: one all-reduce of one number."""
         squares = [squared_norm(g) for g in map(self.gradient, self.fragments) if g is not None]
-        square = (torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)).to(self.engine.device)
+        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        square = square.to(self.engine.device)
         if self.world > 1:
             dist.all_reduce(square, group=self.engine.seq_data_parallel_group)
         return float(square) ** 0.5

@@ -13,7 +13,8 @@ from tiny_run import TINY, difference as apart
 from tiny_run import distance, train_tiny
 
 sys.path.append(str(Path(__file__).parent / "zero"))
-from agvm_harness import Case, PlainRun, Tiny, build, by_module, close, difference, full_weights, micro_batch, micro_gradients  # noqa: E402
+from agvm_harness import (Case, PlainRun, Tiny, build, by_module, close, difference, full_weights,  # noqa: E402
+                          micro_batch, micro_gradients)
 
 STAGES = (0, 1, 2, 3)
 RHO = 0.2
@@ -81,20 +82,22 @@ def check(ranks, world, cases, tolerance, steps=10):
 def test_sam_equals_a_plain_single_process_sam(ranks):
     base = {"agvm": {"tau": 1000}}
     for world in (2, 3):
-        cases = [Case(s, 1 + (s + world) % 2, rule=("sgd", "adamw")[s % 2], clip_grad=0.3 * (s == 2), **base) for s in STAGES]
+        cases = [Case(s, 1 + (s + world) % 2, rule=("sgd", "adamw")[s % 2], clip_grad=0.3 * (s == 2), **base)
+                 for s in STAGES]
         check(ranks, world, cases, 1e-6)
     check(ranks, 1, [Case(2, 2, rule="sgd", **base), Case(0, 2, rule="sgd", **base)], 1e-6)
 
 
 def test_sam_over_rules_of_layers_and_over_agvm(ranks):
-    check(ranks, 2, [Case(1, 2, rule="lamb"), Case(3, 1, rule="lars"), Case(0, 1, rule="lamb"), Case(2, 2, rule="adamw"),
-                     Case(0, 2, rule="agvm_lamb"), Case(3, 2, rule="sgd", estimator="replicas")], 1e-6)
+    check(ranks, 2, [Case(1, 2, rule="lamb"), Case(3, 1, rule="lars"), Case(0, 1, rule="lamb"),
+                     Case(2, 2, rule="adamw"), Case(0, 2, rule="agvm_lamb"), Case(3, 2, rule="sgd", estimator="replicas")], 1e-6)
 
 
 def test_sam_in_half_precision_and_with_offload(ranks):
     base = {"agvm": {"tau": 1000}}
-    check(ranks, 2, [Case(2, 2, rule="sgd", zero={"offload_optimizer": {"device": "cpu"}}, **base),
-                     Case(3, 1, rule="sgd", zero={"offload_optimizer": {"device": "cpu"}, "sub_group_size": 50}, **base)], 1e-6)
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    check(ranks, 2, [Case(2, 2, rule="sgd", zero=offload, **base),
+                     Case(3, 1, rule="sgd", zero={**offload, "sub_group_size": 50}, **base)], 1e-6)
     fp32_sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     # 2^-8 in every weight and gradient of either; the twin rounds at other places.
     check(ranks, 2, [Case(s, 2, rule="sgd", precision="bf16", **base) for s in STAGES]

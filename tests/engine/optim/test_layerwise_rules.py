@@ -131,7 +131,8 @@ def test_a_shard_that_nobody_explained_is_refused():
 @pytest.mark.parametrize("make", [
     lambda p: LARS(p, lr=-1), lambda p: LARS(p, lr=1, trust_coefficient=0), lambda p: LARS(p, lr=1, norm="both"),
     lambda p: LARS(p, lr=1, momentum=0, nesterov=True), lambda p: LAMB(p, betas=(1.0, 0.9)), lambda p: LAMB(p, eps=-1),
-    lambda p: LAMB(p, clamp=(2.0, 1.0)), lambda p: PMDLAMB(p, period=0, factor=0.5), lambda p: PMDLAMB(p, period=2, factor=2)])
+    lambda p: LAMB(p, clamp=(2.0, 1.0)), lambda p: PMDLAMB(p, period=0, factor=0.5),
+    lambda p: PMDLAMB(p, period=2, factor=2)])
 def test_impossible_settings_are_refused(make):
     with pytest.raises(ValueError, match="got"):
         make([torch.nn.Parameter(torch.zeros(1))])
@@ -149,6 +150,7 @@ def test_they_are_built_from_json():
     assert {group["weight_decay"] for group in faded.param_groups} == {0.01}  # LAMB's default is PMD-LAMB's
     assert built("AGVMLAMB", tau=3, bucket_size=100).modulator.start_step == 7
     assert set(built("AGVMLARS").mu) == {"backbone", "head"}
-    for kind, params in (("LAMB", {"tau": 3}), ("LARS", {"bucket_size": 5}), ("PMDLAMB", {"period": 5}), ("LAMB", {"clamp": 3})):
+    for kind, params in (("LAMB", {"tau": 3}), ("LARS", {"bucket_size": 5}), ("PMDLAMB", {"period": 5}),
+                         ("LAMB", {"clamp": 3})):
         with pytest.raises(ConfigError, match=f"optimizer {kind} does not take these params"):
             built(kind, **params)

@@ -1,6 +1,6 @@
 """LARS, LAMB and PMD-LAMB follow their plain twins and timm at every stage, though ZeRO cuts their layers apart.
 
-The sizes of the model are odd, so every partition border of two and three ranks cuts through a layer. Figures are relative
+The sizes of the model are odd, so the borders of two and three partitions cut through layers. Figures are relative
 differences of all weights after 30 steps (15 for options).
 """
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from agvm_harness import MODULES, Case, Tiny, build, close, difference, follow_all, full_weights, micro_gradients, take_step
+from agvm_harness import (MODULES, Case, Tiny, build, close, difference, follow_all, full_weights, micro_gradients,
+                          take_step)
 
 from engine.optim import module_groups
 
@@ -34,9 +35,10 @@ def cuts(case):
     """How many layers lie on more than one rank, and the most that a shard of this rank holds."""
     engine, optimizer = build(case, Tiny())
     layout = optimizer._norms.layout
-    answer = sum(len(layout.ranges(i)) > 1 for i in range(len(layout.params))), max(map(len, optimizer.segments.values()))
+    cut = sum(len(layout.ranges(i)) > 1 for i in range(len(layout.params)))
+    shared = max(map(len, optimizer.segments.values()))
     close(engine, optimizer)
-    return answer
+    return cut, shared
 
 
 def test_layers_are_cut_and_share_shards_in_these_runs(ranks):
@@ -46,18 +48,20 @@ def test_layers_are_cut_and_share_shards_in_these_runs(ranks):
 
 
 def test_options_of_the_rules(ranks):
-    lars = [{"norm": "sum_of"}, {"adapt_1d": True}, {"nesterov": True}, {"momentum": 0.0}, {"dampening": 0.4, "eps": 0.1}]
+    lars = [{"norm": "sum_of"}, {"adapt_1d": True}, {"nesterov": True}, {"momentum": 0.0},
+            {"dampening": 0.4, "eps": 0.1}]
     lamb = [{"clamp": (0.5, 1.5)}, {"adapt_1d": True}, {"eps": 0.1, "betas": (0.5, 0.8)}]
     pmd = [{"factor": 0.0, "period": 5}, {"factor": 0.9, "period": 1}]
-    cases = [Case(1 + k % 3, 1, rule=rule, agvm=options) for rule, choices in (("lars", lars), ("lamb", lamb), ("pmdlamb", pmd))
-             for k, options in enumerate(choices)]
+    cases = [Case(1 + k % 3, 1, rule=rule, agvm=options)
+             for rule, choices in (("lars", lars), ("lamb", lamb), ("pmdlamb", pmd)) for k, options in enumerate(choices)]
     check(ranks, 2, cases, weights=1e-6)
 
 
 def test_options_of_deepspeed(ranks):
     cases = [Case(2, 2, rule="lamb", zero={"round_robin_gradients": True}),
              Case(1, 1, rule="lars", zero={"overlap_comm": True}),
-             Case(3, 2, rule="lamb", clip_grad=0.3, zero={"sub_group_size": 50, "stage3_param_persistence_threshold": 100}),
+             Case(3, 2, rule="lamb", clip_grad=0.3,
+                  zero={"sub_group_size": 50, "stage3_param_persistence_threshold": 100}),
              Case(2, 2, rule="lamb", clip_grad=0.3, zero={"offload_optimizer": {"device": "cpu"}}),
              Case(3, 1, rule="lars", clip_grad=0.3, zero={"offload_optimizer": {"device": "cpu"}})]
     check(ranks, 2, cases, weights=1e-6)
@@ -77,7 +81,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def test_half_precision(ranks):
-    """The twin computes the same half-precision micro-gradients; DeepSpeed rounds their sums (2^-8 in bf16), it does not."""
+    """The twin computes the same micro-gradients; DeepSpeed rounds their sums (2^-8 in bf16), it does not."""
     cases = [Case(s, 2, rule=rule, precision="bf16") for s in STAGES for rule in ("lars", "lamb")]
     cases += [Case(1, 2, rule="lamb", precision="bf16", config=FP32_SUMS, clip_grad=0.3)]
     check(ranks, 2, cases, weights=0.01)
@@ -86,7 +90,7 @@ def test_half_precision(ranks):
 
 
 def follow_timm(case, name, options):
-    """The sharded rule and timm's on the mean of the same micro-batches; the two have weight decay on the same layers."""
+    """The sharded rule and timm's on the mean of the same micro-batches, with weight decay on the same layers."""
     import timm.optim
 
     torch.manual_seed(1)
@@ -116,7 +120,7 @@ def follow_timm_all(cases):
 
 
 def test_timms_lars_and_lamb(ranks):
-    """timm's Lars has the sum of norms and adapts what decays; its Lamb clips gradients by itself unless told not to."""
+    """timm's Lars has the sum of norms and adapts what decays; its Lamb clips gradients unless told not to."""
     lars = {"norm": "sum_of"}
     cases = []
     for stage in STAGES:
