@@ -86,7 +86,7 @@ class LAMB(LayerwiseOptimizer):
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["step"] = int(state["step"]) + 1  # an int, for the reason given in agvm_adamw.py
         states = [self.state[p] for p in params]
-        steps = [state["step"] for state, p in zip(states, params) for _ in self.segments[p]]
+        steps = [state["step"] for state, p in zip(states, params) for _ in self.segments_of(p)]
         cut, ratios = self.by_layer(params, params, [p.grad for p in params], [s["exp_avg"] for s in states],
                                     [s["exp_avg_sq"] for s in states])
         for index, (w, g, m, v) in pieces(BATCH, *cut):

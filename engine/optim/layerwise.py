@@ -105,12 +105,16 @@ class LayerwiseOptimizer(Rule):
         self.take_sums(sums, 1.0)
         return True
 
+    def segments_of(self, shard: Tensor) -> list[Segment]:
+        """None for a shard that is all padding: ZeRO cuts a group of one element for any number of ranks."""
+        return self.segments.get(shard, [])
+
     def by_layer(self, params: Sequence[Tensor], *aligned: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[float]]:
         """Lists of tensors that lie like `params`, cut into their layers, and each piece's ratio."""
         cut: list[list[Tensor]] = [[] for _ in aligned]
         ratios = []
         for p, *tensors in zip(params, *aligned):
-            for segment in self.segments[p]:
+            for segment in self.segments_of(p):
                 whole = segment.stop - segment.start == p.numel()  # in whatever memory format it has
                 for column, tensor in zip(cut, tensors):
                     column.append(tensor if whole else tensor.view(-1)[segment.start:segment.stop])

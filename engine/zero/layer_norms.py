@@ -77,7 +77,7 @@ class LayerNorms:
         scale = 1.0
         if final:
             scale = layout.factors(layout.gradient_norm() if layout.needs_norm else 0.0)[0]
-        device = next(iter(layout.shards().values())).device
+        device = next((shard.device for shard in layout.shards().values()), self.engine.device)
         sums = torch.zeros(len(layout.params), per_layer, dtype=torch.float64, device=device)
         for fragment, part in self._parts(scale):
             sums[fragment.param] += part

@@ -128,6 +128,22 @@ def test_a_shard_that_nobody_explained_is_refused():
         optimizer.step()
 
 
+@pytest.mark.parametrize("rule", [LARS, LAMB])
+def test_a_shard_of_padding_stays_as_it_is_and_one_of_two_layers_has_two_ratios(rule):
+    """As `engine.zero` hands them out: layer 0 in the first two elements, layer 1 in the next, padding, and all padding."""
+    optimizer = rule([torch.nn.Parameter(torch.ones(9, 9))], lr=0.1, weight_decay=0.0, momentum=0.0) if rule is LARS \
+        else rule([torch.nn.Parameter(torch.ones(9, 9))], lr=0.1, weight_decay=0.0)
+    shard, padding = torch.nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 0.0])), torch.nn.Parameter(torch.zeros(2))
+    shard.grad, padding.grad = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.zeros(2)
+    optimizer.param_groups[0]["params"] = [shard, padding]
+    optimizer._norms = object()                              # somebody measures
+    optimizer.follow([(0, 2), (0, 2)], {shard: [(0, 2, 0), (2, 3, 1)]})
+    optimizer.ratios = [2.0, 4.0]
+    optimizer.step()
+    torch.testing.assert_close(shard.detach(), torch.tensor([0.8, 0.8, 0.6, 0.0]), rtol=0, atol=1e-6)
+    assert torch.equal(padding.detach(), torch.zeros(2))
+
+
 @pytest.mark.parametrize("make", [
     lambda p: LARS(p, lr=-1), lambda p: LARS(p, lr=1, trust_coefficient=0), lambda p: LARS(p, lr=1, norm="both"),
     lambda p: LARS(p, lr=1, momentum=0, nesterov=True), lambda p: LAMB(p, betas=(1.0, 0.9)), lambda p: LAMB(p, eps=-1),

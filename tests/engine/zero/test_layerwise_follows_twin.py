@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from agvm_harness import (MODULES, Case, Tiny, build, close, difference, follow_all, full_weights, micro_gradients,
-                          take_step)
+from agvm_harness import (MODULES, Case, Tiny, build, close, deepspeed_config, difference, follow_all, full_weights,
+                          micro_gradients, take_step)
 
 from engine.optim import module_groups
+from engine.zero.whole_parameters import whole_state
 
 STAGES = (0, 1, 2, 3)
 RULES = ("lars", "lamb", "pmdlamb")
@@ -138,3 +139,50 @@ def test_timms_lars_and_lamb(ranks):
     for world in (2, 3):
         for case, apart in zip(cases, ranks.run(follow_timm_all, world, cases, timeout=900)[0]):
             assert apart <= 1e-6, (world, case, apart)
+
+
+class Scaled(torch.nn.Module):
+    """A module of one element: all but one rank hold padding of it, or nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.scale = torch.nn.Linear(3, 2), torch.nn.Module()
+        self.scale.factor = torch.nn.Parameter(torch.full((1, 1), 0.7))
+
+    def forward(self, x):
+        return (self.backbone(x) * self.scale.factor).square().mean()
+
+
+def follow_scaled(stages):
+    import deepspeed
+
+    from engine.optim import LAMB, LARS
+
+    apart = []
+    for stage in stages:
+        for rule, options in ((LAMB, dict(lr=0.02)), (LARS, dict(lr=0.5, trust_coefficient=0.02))):
+            torch.manual_seed(3)
+            model = Scaled()
+            plain = copy.deepcopy(model)
+            alone = rule(module_groups(plain), **options)
+            case = Case(stage, 1)
+            optimizer = rule(module_groups(model), **options)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(case))
+            optimizer.attach(engine)
+            for step in range(5):
+                inputs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(step * 9 + r)) for r in range(3)]
+                engine.backward(engine(inputs[dist.get_rank()]))
+                engine.step()
+                plain.zero_grad()
+                (sum(plain(x) for x in inputs) / 3).backward()
+                alone.step()
+            whole = [p.detach().clone() for p in plain.parameters()]
+            own = [value.clone() for _, value in whole_state(engine.module)]
+            apart.append(difference(own, whole))
+            close(engine, optimizer)
+    return apart
+
+
+def test_ranks_that_hold_nothing_but_padding_of_a_layer(ranks):
+    for answer in ranks.run(follow_scaled, 3, (0, 1, 2, 3)):
+        assert max(answer) <= 1e-6, answer
