@@ -62,7 +62,7 @@ class SentBytes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def detector():
+def detector(depth: int = 50):
     import models  # noqa: F401  (CPU kernels of mmcv's ops)
     from mmdet.registry import MODELS
     from mmdet.utils import register_all_modules
@@ -71,6 +71,9 @@ def detector():
     register_all_modules()
     config = get_config("mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py").model
     config.backbone.init_cfg = None
+    config.backbone.depth = depth
+    if depth < 50:
+        config.neck.in_channels = [64, 128, 256, 512]
     torch.manual_seed(0)
     return MODELS.build(config).train()
 

@@ -30,6 +30,7 @@ from engine.monitoring.records import write_json
 from engine.optim.build import build_optimizer
 from engine.optim.schedule import Schedule, build_schedule
 from engine.randomness import BUILD, seed_all
+from engine.sam import SharpnessAware
 from engine.task import Task, task_of
 from engine.weights import load_weights
 from engine.work_dir import Resume, open_work_dir
@@ -61,6 +62,7 @@ class Run:
     layout: Layout  # where master weights and optimizer state live on this rank
     stage: int
     ema: ShardEMA | None = None
+    sam: SharpnessAware | None = None
     start: int = 0  # optimizer steps done before this process began
     loss_names: list[str] | None = None
     lost_record: str | None = None  # why a record could not be written, on rank 0
@@ -140,6 +142,11 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
             optimizer.attach(model_engine, **({} if size is None else {"bucket_size": size}))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+    try:
+        options = config.optimizer.sam
+        sam = None if options is None else SharpnessAware(model_engine, optimizer, layout, options.rho)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     say(f"model   {describe(model)}")
     say(f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, "
         f"{len(classes.all)} classes: {', '.join(classes.all[:8])}{', ...' if len(classes.all) > 8 else ''}")
@@ -149,7 +156,7 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     run = Run(config=config, task=task, plan=plan, classes=classes, train=train, val=val, schedule=schedule,
               batches=batches, engine=model_engine, optimizer=optimizer, forward=forward, preprocess=preprocess,
               precision=precision, work_dir=work_dir, layout=layout, stage=stage_of(config),
-              ema=None if config.run.ema is None else ShardEMA(layout, config.run.ema))
+              ema=None if config.run.ema is None else ShardEMA(layout, config.run.ema), sam=sam)
     if checkpoint is not None:
         go_on(run, checkpoint)
     return run

@@ -18,6 +18,7 @@ from engine.data.coco import DataError
 from engine.data.loader import training_loader
 from engine.data.mmdet_coco import Unreadable
 from engine.data.order import RankMicroBatches
+from engine.forward import MicroBatchRecord
 from engine.monitoring.live import LiveLine, memory_gb, step_text
 from engine.monitoring.records import RecordError, RecordFile, read_records
 from engine.optim.build import set_learning_rate
@@ -61,14 +62,14 @@ def run_schedule(run: Run) -> dict[str, float]:
         broken = 0
         for k in range(run.plan.accumulation):
             batch = batches.take()
-            seed_all(config.run.seed, FORWARD, step, k * run.plan.world + distributed.rank())
-            loss = run.engine(batch, alarm=batches.next_failed)
-            run.engine.backward(loss)
-            run.forward.gradients.release()
-            run.engine.step()
-            losses.append(run.forward.record.losses)
-            broken += run.forward.record.broken_ranks
-            batches.agree(run.forward.record.alarms)
+            first = backward(run, step, k, batch if run.sam is None else run.sam.keep(batch), alarm=batches.next_failed)
+            losses.append(first.losses)
+            broken += first.broken_ranks
+            if run.sam is None:
+                run.engine.step()
+            else:
+                broken += run.sam.step(lambda k, batch: backward(run, step, k, batch).broken_ranks)
+            batches.agree(first.alarms)
         if run.ema is not None and run.engine.was_step_applied():
             run.ema.update(step + 1)
         record, stop, lost = step_record(run, step, losses, lr_factor, seconds=time.monotonic() - began)
@@ -91,6 +92,15 @@ def run_schedule(run: Run) -> dict[str, float]:
             records.close()
             finish_report(run.work_dir)
     return metrics
+
+
+def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool = False) -> MicroBatchRecord:
+    """The gradients of micro-batch k of a step, with random numbers of its own."""
+    seed_all(run.config.run.seed, FORWARD, step, k * run.plan.world + distributed.rank())
+    loss = run.engine(batch, alarm=alarm)
+    run.engine.backward(loss)
+    run.forward.gradients.release()
+    return run.forward.record
 
 
 def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float]:

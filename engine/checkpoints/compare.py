@@ -19,7 +19,7 @@ FREE = (
 )
 # What the run computes: another choice, taken from here on, and said.
 CHANGES = (
-    "schedule", "optimizer.params", "optimizer.paramwise", "run.ema", "gradient_clipping", "data.scale",
+    "schedule", "optimizer.params", "optimizer.paramwise", "optimizer.sam", "run.ema", "gradient_clipping", "data.scale",
     "train_micro_batch_size_per_gpu", "data.train_scales", "data.flip", "data.augmentation", "data.classification", "detector.sync_bn", "bf16", "bfloat16", "fp16",
     "torch_autocast", "data_types", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
 )

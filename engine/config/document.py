@@ -56,6 +56,7 @@ def page() -> str:
                 ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
                 ("data.shapes", schema.ShapesConfig), ("data.classification", schema.ClassificationConfig),
                 ("optimizer", schema.OptimizerConfig), ("optimizer.paramwise", schema.ParamwiseConfig),
+                ("optimizer.sam", schema.SamConfig),
                 ("schedule", schema.ScheduleConfig), ("run", schema.RunSettings)]
     lines = [_INTRO]
     for title, model in sections:

@@ -143,10 +143,15 @@ class ParamwiseConfig(Block):
         None, gt=0, le=1, description="learning-rate factor per backbone layer, counted from the head down")
 
 
+class SamConfig(Block):
+    rho: float = Field(0.05, gt=0, description="how far from the weights, in their norm, the gradient is taken")
+
+
 class OptimizerConfig(Block):
-    type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours")
+    type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)")
     params: dict[str, Any] = Field({}, description="its arguments, with torch's meaning")
     paramwise: ParamwiseConfig = Field(ParamwiseConfig(), description="exceptions for some parameters")
+    sam: SamConfig | None = Field(None, description="sharpness-aware minimisation over this optimizer, at twice the computation")
 
 
 class ScheduleConfig(Block):

@@ -6,6 +6,11 @@ from typing import Any
 _HOMES = {
     "AGVMAdamW": "engine.optim.agvm_adamw",
     "AGVMSGD": "engine.optim.agvm_sgd",
+    "AGVMLAMB": "engine.optim.agvm_layerwise",
+    "AGVMLARS": "engine.optim.agvm_layerwise",
+    "LAMB": "engine.optim.lamb",
+    "LARS": "engine.optim.lars",
+    "PMDLAMB": "engine.optim.lamb",
     "AGVMOptimizer": "engine.optim.agvm",
     "Modulator": "engine.optim.agvm",
     "detector_modules": "engine.optim.modules",

@@ -1,4 +1,4 @@
-"""AGVM's modulator, and the optimizer base that carries it: what every update rule shares.
+"""AGVM's modulator, and the optimizer base that carries it: what every modulated rule shares.
 
 The modulator turns three sums per module into a gradient variance and a factor on the learning rate. The base
 class multiplies the factor into the step and meets DeepSpeed through `engine.zero`, which finds the gradients.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
+
+from engine.optim.rule import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +66,11 @@ class Modulator:
         self.phi: dict[str, float] = {}
         self.windows = self.discarded = 0
         self.last_window: int | None = None
+        self.paused = False  # while gradients are not those of the step
 
     def is_window(self, step: int) -> bool:
         """Whether optimizer step t (counted from 1) measures the gradient variance."""
-        return step > self.start_step and step % self.tau == 0
+        return step > self.start_step and step % self.tau == 0 and not self.paused
 
     def variance(self, sums: Sequence[float], micro_batches: int) -> float | None:
         """Phi of one module from its three all-reduced sums, or None if it has no gradient."""
@@ -127,11 +130,14 @@ class Modulator:
         self.last_window = state["last_window"]
 
 
-class AGVMOptimizer(torch.optim.Optimizer):
-    """Base of the rules. A rule gives `update` (the step at a given learning rate) and `preconditioner` (D^2).
+class AGVMOptimizer(Rule):
+    """Base of the modulated rules, which give `update` (a step at a given learning rate) and `preconditioner` (D^2).
 
-    Every param group names its module under `module`. The schedule owns `group["lr"]`; a step uses lr * mu[module].
+    Every param group names its module under `module`. The schedule owns `group["lr"]`; a step uses lr * mu[module]. A
+    rule that exists by itself is modulated by inheriting from both, itself first (see `agvm_layerwise.py`).
     """
+
+    _attachment: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, tau: int = 10, alpha: float = 0.97,
                  anchor: str = "backbone", estimator: str = "halves", clip: tuple[float, float] = (0.1, 10.0),
@@ -162,7 +168,13 @@ class AGVMOptimizer(torch.optim.Optimizer):
         """
         from engine.zero import attach
 
+        super().attach(engine)
         attach(engine, self, bucket_size=bucket_size)
+
+    def detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.detach()
+        super().detach()
 
     def agvm_state_dict(self) -> dict[str, Any]:
         """mu and the counters, by module name, for a trainer with checkpoint code of its own."""
@@ -171,22 +183,8 @@ class AGVMOptimizer(torch.optim.Optimizer):
     def load_agvm_state_dict(self, state: dict[str, Any]) -> None:
         self.modulator.load_state_dict(state)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        # Under ZeRO this runs once per param group or sub-group of an iteration, so it counts and measures nothing.
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self.update(group, params, group["lr"] * self.modulator.mu[group["module"]])
-        return loss
-
-    def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        """One step of the base rule on `params` (all with gradients) at learning rate `lr`."""
-        raise NotImplementedError
+    def rate(self, group: dict[str, Any]) -> float:
+        return super().rate(group) * self.modulator.mu[group["module"]]
 
     def preconditioner(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor) -> Tensor | None:
         """D^2 of this step for a slice of a parameter, before the step; None stands for 1.
@@ -219,25 +217,3 @@ class AGVMOptimizer(torch.optim.Optimizer):
             return torch.stack([first, first + gap, gap])
         second = (d * d if weight is None else weight.mul_(d).mul_(d)).sum()
         return torch.stack([first, second, (weighted * d).sum()])
-
-
-def pieces(limit: int, *tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
-    """Cut aligned lists of tensors into batches of about `limit` elements: which tensors, and their pieces.
-
-    A rule works batch by batch, so that its temporaries stay small: ZeRO hands it shards of gigabytes.
-    """
-    index: list[int] = []
-    batch: list[list[Tensor]] = [[] for _ in tensors]
-    held = 0
-    for i, aligned in enumerate(zip(*tensors)):
-        cut = aligned[0].numel() > limit and all(t.is_contiguous() for t in aligned)
-        for part in zip(*(t.view(-1).split(limit) for t in aligned)) if cut else [aligned]:
-            index.append(i)
-            for column, tensor in zip(batch, part):
-                column.append(tensor)
-            held += part[0].numel()
-            if held >= limit:
-                yield index, batch
-                index, batch, held = [], [[] for _ in tensors], 0
-    if index:
-        yield index, batch

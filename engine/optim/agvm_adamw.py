@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from engine.optim.agvm import AGVMOptimizer, pieces
-
-BATCH = 1 << 22
+from engine.optim.agvm import AGVMOptimizer
+from engine.optim.rule import BATCH, pieces
 
 
 class AGVMAdamW(AGVMOptimizer):

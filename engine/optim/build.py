@@ -11,7 +11,8 @@ from engine.config.errors import ConfigError, nearest
 from engine.config.schema import OptimizerConfig
 from engine.optim.param_groups import param_groups
 
-OURS = ("AGVMAdamW", "AGVMSGD")
+MODULATED = ("AGVMAdamW", "AGVMSGD", "AGVMLAMB", "AGVMLARS")
+OURS = (*MODULATED, "LAMB", "LARS", "PMDLAMB")
 # ZeRO hands an optimizer flat pieces of many parameters: a rule that looks at whole matrices or calls back is wrong there.
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer")
 
@@ -23,12 +24,12 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
         raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {lr!r}")
     rule = _rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
-    modules = options.pop("modules", None) if config.type in OURS else None
+    modules = options.pop("modules", None) if config.type in MODULATED else None
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
         raise ConfigError("optimizer.params.modules must give each module's name a list of prefixes, such as "
                           f'{{"neck": ["neck"]}}, got {modules!r}')
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
-    if config.type in OURS:
+    if config.type in MODULATED:
         options.pop("bucket_size", None)  # a setting of `attach`, not of the rule
         if options.setdefault("start_step", "warmup") == "warmup":
             options["start_step"] = warmup_steps
@@ -56,8 +57,9 @@ def _rule(name: str) -> Any:
 def _default(rule: Any, option: str, otherwise: float) -> float:
     import inspect
 
-    parameter = inspect.signature(rule.__init__).parameters.get(option)
-    return otherwise if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    # A rule that only adds to another passes the other's options on.
+    found = [inspect.signature(kind.__init__).parameters.get(option) for kind in rule.__mro__]
+    return next((p.default for p in found if p is not None and p.default is not inspect.Parameter.empty), otherwise)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

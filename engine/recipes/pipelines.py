@@ -9,7 +9,7 @@ from engine.recipes.agvm import Interval
 from engine.recipes.learning_rate import ScalingLaw
 from engine.recipes.schedule import Epochs, Images, MultiStep, Poly, WarmupEpochs, WarmupSteps
 from engine.recipes.setting import Setting
-from engine.recipes.training import Training, coco_adamw, coco_sgd
+from engine.recipes.training import Training, coco_adamw, coco_megdet, coco_sgd
 
 Files = Mapping[str, Mapping[str, str]]
 
@@ -66,16 +66,17 @@ PIPELINES = {
     "retinanet": Pipeline(
         config="mmdet::retinanet/retinanet_r50_fpn_1x_coco.py", task="detection", files=_INSTANCES,
         training={"sgd": coco_sgd(Epochs(24, "ours"), law=_RETINANET_SGD).borrowed(),
-                  "adamw": coco_adamw(Epochs(24), law=_RETINANET_ADAMW).borrowed()}),
+                  "adamw": coco_adamw(Epochs(24), law=_RETINANET_ADAMW).borrowed(),
+                  "megdet": coco_megdet(Epochs(24, "ours"), lr=_RETINANET_SGD.lr)}),
     "faster_rcnn": Pipeline(
         config="mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", task="detection", files=_INSTANCES,
-        training={"sgd": coco_sgd(Epochs(16)), "adamw": coco_adamw(Epochs(12))}),
+        training={"sgd": coco_sgd(Epochs(16)), "adamw": coco_adamw(Epochs(12)), "megdet": coco_megdet(Epochs(16))}),
     "mask_rcnn": Pipeline(
         config="mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py", task="instance", files=_INSTANCES,
-        training={"sgd": coco_sgd(Epochs(14)), "adamw": _BORROWED_ADAMW}),
+        training={"sgd": coco_sgd(Epochs(14)), "adamw": _BORROWED_ADAMW, "megdet": coco_megdet(Epochs(14))}),
     "panoptic_fpn": Pipeline(
         config="mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", task="panoptic", files=_PANOPTIC,
-        training={"sgd": coco_sgd(Epochs(14)), "adamw": _BORROWED_ADAMW}),
+        training={"sgd": coco_sgd(Epochs(14)), "adamw": _BORROWED_ADAMW, "megdet": coco_megdet(Epochs(14))}),
     "semantic_fpn": Pipeline(
         config="semantic_fpn_r50", task="semantic", dataset="ade20k", files=_ADE20K, backbones=("r18", "r50"),
         training={"sgd": _SEMANTIC_SGD},

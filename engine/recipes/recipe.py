@@ -45,11 +45,11 @@ def _recipes() -> dict[str, Recipe]:
         for backbone_name in pipeline.backbones or (None,):
             backbone = BACKBONES[backbone_name] if backbone_name else None
             for optimizer, training in pipeline.training.items():
-                if backbone_name == "swin_t" and optimizer == "sgd":
-                    continue  # nobody trains it so, the paper neither
+                if backbone_name == "swin_t" and optimizer != "adamw":
+                    continue  # nobody trains it so, the paper neither; and MegDet is about batch norm
                 if backbone and backbone.table != optimizer:
                     training = training.borrowed()
-                for agvm in (True, False):
+                for agvm in (True, False) if optimizer != "megdet" else (False,):
                     name = "_".join(filter(None, (pipeline_name, backbone_name, "agvm" if agvm else None, optimizer)))
                     found[name] = Recipe(name=name, pipeline=pipeline, backbone=backbone, training=training, agvm=agvm)
     return found

@@ -58,6 +58,14 @@ def coco_sgd(length: Part, *, law: ScalingLaw = ScalingLaw(name="SGD", lr=0.04))
                     decay=_DECAY, weight_decay=1e-4, params={"momentum": 0.9})
 
 
+def coco_megdet(length: Part, *, lr: float = 0.04) -> Training:
+    """MegDet's way to large batches: SGD at a rate that grows linearly without end, behind a linear warm-up, and batch norm
+    over all ranks, which its backbones bring. Numbers that belong to no rule of its own are those of the SGD table."""
+    law = ScalingLaw(name="MegDet", lr=lr, knee=None, start_source="ours", source="ours")
+    warmup = WarmupEpochs(((1, 1), (129, 2)), shape="linear", source="ours", shape_source="ours")
+    return replace(coco_sgd(length, law=law), warmup=warmup, source="ours")
+
+
 def coco_adamw(length: Part, *, law: ScalingLaw = ScalingLaw(name="AdamW", lr=2e-4, doubling=1.5)) -> Training:
     """The table of AdamW on Faster R-CNN with a Transformer."""
     return Training(optimizer="AdamW", law=law, length=length, warmup=WarmupEpochs(((1, 1), (129, 2), (1024, 3))),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,13 @@ def squared_norm(x: Tensor) -> Tensor:
     flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
     slices = (part.double() for part in flat.split(limit))
     return torch.stack([torch.dot(part, part) for part in slices]).sum()
+
+
+def state_slice(state: Mapping[str, Any], shard: Tensor, start: int, stop: int) -> dict[str, Any]:
+    """A range of the optimizer's state of a shard, and its numbers for the whole shard as they are."""
+    parts = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    return {key: value.reshape(-1)[start:stop] if key in parts else value for key, value in state.items()
+            if key not in parts or value.numel() == shard.numel()}
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,15 @@ class Layout:
     def local_sum(self, i: int) -> Tensor | None:
         """This rank's own gradient of the micro-steps so far (only if `keeps_local`)."""
         return self.params[i].grad
+
+    def gradient_norm(self) -> float:
+        """|g| over all parameters, as DeepSpeed holds it: one all-reduce of one number."""
+        squares = [squared_norm(g) for g in map(self.gradient, self.fragments) if g is not None]
+        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        square = square.to(self.engine.device)
+        if self.world > 1:
+            dist.all_reduce(square, group=self.engine.seq_data_parallel_group)
+        return float(square) ** 0.5
 
     @property
     def needs_norm(self) -> bool:

@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 TRIED = "0.19."
 
 
-def refuse_unsupported(engine: Any) -> None:
-    """ValueError naming the first feature that would make the captured gradients wrong."""
+def refuse_unsupported(engine: Any, who: str) -> None:
+    """ValueError naming the first feature under which `who` would read gradients or shards wrongly."""
     zero = engine._config.zero_config
     stage = engine.zero_optimization_stage()
     offload = zero.offload_optimizer
@@ -39,8 +39,8 @@ def refuse_unsupported(engine: Any) -> None:
     }
     for feature, used in checks.items():
         if used:
-            raise ValueError(f"AGVM does not support {feature}: turn it off in the DeepSpeed config, "
-                             "or use an optimizer without AGVM")
+            raise ValueError(f"{who} does not support {feature}: turn it off in the DeepSpeed config, or use another "
+                             "optimizer")
 
 
 def check_micro_batches(world: int, accumulation: int) -> None:

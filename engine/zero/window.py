@@ -17,8 +17,9 @@ from torch import Tensor
 
 from engine.zero.capture import Capture
 from engine.zero.companion import Lane
-from engine.zero.layout import Fragment, Replicated, layout_of, squared_norm
+from engine.zero.layout import Fragment, Replicated, layout_of, squared_norm, state_slice
 from engine.zero.support import check_micro_batches, note_version, refuse_unsupported
+from engine.zero.wrapping import Wrapped
 
 CLIENT_STATE_KEY = "agvm"
 
@@ -40,7 +41,7 @@ class Attachment:
                              "attach the engine that returns")
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be >= 1 element, got {bucket_size}")
-        refuse_unsupported(engine)
+        refuse_unsupported(engine, "AGVM")
         self.engine, self.client, self.version = engine, client, deepspeed.__version__
         self.layout = layout_of(engine)
         accumulation = engine.gradient_accumulation_steps()
@@ -54,24 +55,18 @@ class Attachment:
                                dtype=engine.communication_data_type, in_window=self._in_window)
         self.modules = list(client.modulator.mu)
         self.groups = [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in client.param_groups]
-        self.wrapped: list[tuple[Any, str, Any]] = []
-        self._wrap(engine.optimizer, "step", self._step)
-        self._wrap(engine, "allreduce_gradients", self._allreduce_gradients)
+        self.wrapped = Wrapped()
+        self.wrapped.put(engine.optimizer, "step", self._step)
+        self.wrapped.put(engine, "allreduce_gradients", self._allreduce_gradients)
         if type(self.layout) is Replicated:
-            self._wrap(engine, "clip_fp32_gradients", self._clip)
-        self._wrap(engine, "save_checkpoint", self._save_checkpoint)
-        self._wrap(engine, "load_checkpoint", self._load_checkpoint)
+            self.wrapped.put(engine, "clip_fp32_gradients", self._clip)
+        self.wrapped.put(engine, "save_checkpoint", self._save_checkpoint)
+        self.wrapped.put(engine, "load_checkpoint", self._load_checkpoint)
         client._attachment = self
-
-    def _wrap(self, owner: Any, name: str, wrapper: Callable) -> None:
-        original = getattr(owner, name)
-        self.wrapped.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def detach(self) -> None:
         """Give the engine its own methods back."""
-        for owner, name, original in self.wrapped:
-            delattr(owner, name) if original is None else setattr(owner, name, original)
+        self.wrapped.undo()
         self.capture.remove()
         self.client._attachment = None
 
@@ -147,11 +142,9 @@ class Attachment:
                     d = None if lane is None else lane.partition[home + low - start:home + high - start]
                     yield fragment, low, high, g[low:high], d
 
-    def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Tensor]:
+    def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Any]:
         shard, begin = self.layout.shard(fragment), fragment.offset
-        state = self.client.state[shard] if shard in self.client.state else {}
-        return {key: value.reshape(-1)[begin + low:begin + high] for key, value in state.items()
-                if isinstance(value, Tensor) and value.numel() == shard.numel() and value.dim() > 0}
+        return state_slice(self.client.state.get(shard, {}), shard, begin + low, begin + high)
 
     def _check(self, fired: list[bool]) -> None:
         """First window: the plain companion has to be DeepSpeed's own gradient, or the layout was read wrongly."""

@@ -41,6 +41,7 @@ CASES = {
     "one rank": (1, settings("AGVMSGD", 1)),
     "no momentum": (2, settings("SGD", 2, optimizer={"params": {"lr": 0.01}})),
     "four ranks": (4, settings("AGVMAdamW", 3)),
+    "SAM": (2, settings("AGVMSGD", 2, optimizer={"sam": {"rho": 0.05}})),
 }
 
 

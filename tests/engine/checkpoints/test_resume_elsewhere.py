@@ -70,6 +70,19 @@ def test_other_ranks_and_stages_go_on_as_the_undisturbed_run(ranks, saved, optim
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4) and ours["lr"] == theirs["lr"]
 
 
+@pytest.mark.parametrize("optimizer, saver, heir", [
+    ("LARS", (2, 3), (1, 2)), ("LAMB", (2, 2), (4, 3)), ("PMDLAMB", (2, 1), (1, 0)), ("AGVMLARS", (2, 0), (4, 2)),
+    ("AGVMLAMB", (2, 2), (1, 3))])
+def test_rules_of_layers_go_on_elsewhere(ranks, saved, optimizer, saver, heir):
+    """Their shards are cut in other places there, PMD-LAMB goes on within its period, and AGVM with its mu."""
+    straight, folder = saved(optimizer, *saver)
+    moved = ranks.run(go_on, heir[0], longer(optimizer, heir[1]), folder)[0]
+    apart, total = greatest(straight["weights"], moved["weights"]), distance(straight["weights"], moved["weights"])
+    print(f"{optimizer:10} {saver} -> {heir}: greatest {apart:.1e}, all together {total:.1e}")
+    assert apart < 5e-6 and total < 1e-7
+    assert moved["mu"] == pytest.approx(straight["mu"], rel=1e-4)
+
+
 def test_another_micro_batch_goes_on_with_the_same_global_batches(ranks, saved):
     straight, folder = saved("SGD", 2, 2)
     moved = ranks.run(go_on, 2, merged({"train_micro_batch_size_per_gpu": 2}, longer("SGD", 2)), folder)[0]

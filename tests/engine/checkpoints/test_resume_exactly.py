@@ -12,6 +12,11 @@ OPTIMIZERS = {
     "AdamW": {"lr": 1e-3, "weight_decay": 0.05},
     "AGVMSGD": {"lr": 0.01, "momentum": 0.9, "tau": 2, "alpha": 0.5, "start_step": 0},
     "AGVMAdamW": {"lr": 1e-3, "tau": 2, "alpha": 0.5, "start_step": 0},
+    "LARS": {"lr": 1.0, "weight_decay": 1e-4, "trust_coefficient": 0.01},
+    "LAMB": {"lr": 0.01, "weight_decay": 0.05},
+    "PMDLAMB": {"lr": 0.01, "weight_decay": 0.05, "period": 3, "factor": 0.2},
+    "AGVMLARS": {"lr": 1.0, "weight_decay": 1e-4, "trust_coefficient": 0.01, "tau": 2, "alpha": 0.5, "start_step": 0},
+    "AGVMLAMB": {"lr": 0.01, "weight_decay": 0.05, "tau": 2, "alpha": 0.5, "start_step": 0},
 }
 # What a step costs is no part of its result.
 COSTS = ("images_per_second", "seconds", "memory_gb")
@@ -51,7 +56,8 @@ def same(first: dict, second: dict) -> bool:
 
 # AGVM's rules keep the moments of plain SGD and AdamW, and more.
 @pytest.mark.parametrize("optimizer, stage", [*((o, s) for o in ("AGVMSGD", "AGVMAdamW") for s in range(4)),
-                                              ("SGD", 2), ("AdamW", 3)])
+                                              ("SGD", 2), ("AdamW", 3), ("LARS", 1), ("LAMB", 2), ("PMDLAMB", 3),
+                                              ("AGVMLARS", 0), ("AGVMLAMB", 2)])
 def test_interrupted_is_uninterrupted(ranks, optimizer, stage):
     for outcome in ranks.run(compare, 2, settings(optimizer, stage), [2, 4]):
         assert outcome["steps"] == list(range(1, STEPS + 1))

@@ -47,6 +47,7 @@ def refusal(data):
     ("data.train.image=folder", "data.train.image", "images"),
     ("data.shapes.image_sze=64", "data.shapes.image_sze", "image_size"),
     ("optimizer.paramwise.norm_decya=false", "optimizer.paramwise.norm_decya", "norm_decay"),
+    ("optimizer.sam.roh=0.1", "optimizer.sam.roh", "rho"),
     ("run.log_intervall=3", "run.log_intervall", "log_interval"),
 ])
 def test_an_unknown_key_is_named_with_the_nearest_known_one(override, wrong, meant):
@@ -76,6 +77,7 @@ def test_a_key_like_no_other_gets_no_guess():
     ("schedule.epochs=0", "schedule.epochs must be above 0.0, got 0"),
     ("schedule.epochs=1e999", "schedule.epochs must be a finite number, got inf"),
     ("schedule.milestones=[-1]", "schedule.milestones must be at least 0, got [-1.0]"),
+    ("optimizer.sam.rho=0", "optimizer.sam.rho must be above 0.0, got 0"),
     ("optimizer.paramwise.lr_mult.neck=-1", "optimizer.paramwise.lr_mult.neck must be at least 0.0, got -1"),
     ("data.scale=[640,8]", "data.scale must be two sides of at least 16 pixels, got [640, 8]"),
     ("data.train_scales=[[640,480]]", "data.train_scales must be two [longer, shorter] pairs, got [[640, 480]]"),

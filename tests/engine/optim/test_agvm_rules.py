@@ -6,7 +6,7 @@ import torch
 import engine.optim.agvm_adamw
 import engine.optim.agvm_sgd
 from engine.optim import AGVMAdamW, AGVMOptimizer, AGVMSGD
-from engine.optim.agvm import pieces
+from engine.optim.rule import pieces
 
 
 def train(make, steps=5):

@@ -196,7 +196,7 @@ def test_the_row_of_uninet_is_the_shipped_run_without_its_machine():
 
 def test_recipes_are_composed_of_pipeline_backbone_and_optimizer():
     names = recipe_names()
-    assert len(set(names)) == len(names) == 46
+    assert len(set(names)) == len(names) == 54
     for name in ("retinanet_r18_agvm_sgd", "faster_rcnn_r50_sgd", "mask_rcnn_swin_t_agvm_adamw", "uninet_g_htcx_adamw"):
         assert name in names
     for name in names:  # AGVM adds its two numbers and nothing else
@@ -205,6 +205,18 @@ def test_recipes_are_composed_of_pipeline_backbone_and_optimizer():
             ours = {s.key: s.value for s in find_recipe(name).settings(512)}
             assert ours.keys() - plain.keys() == {"optimizer.params.tau", "optimizer.params.alpha"}
             assert {k for k in plain if plain[k] != ours[k]} == {"optimizer.type"}
+
+
+def test_megdet_is_sgd_with_a_linear_rate_at_every_batch_and_batch_norm_over_all_ranks():
+    for batch in (32, 128, 1024):
+        theirs = {s.key: s.value for s in find_recipe("faster_rcnn_r50_megdet").settings(batch)}
+        sgd = {s.key: s.value for s in find_recipe("faster_rcnn_r50_sgd").settings(batch)}
+        assert theirs["optimizer.params.lr"] == pytest.approx(0.04 * batch / 32) and theirs["detector.sync_bn"] is True
+        other = {"schedule.warmup"} | ({"optimizer.params.lr"} if batch > 128 else set())
+        assert {key for key in sgd.keys() | theirs.keys() if sgd.get(key) != theirs.get(key)} == other
+    assert not [name for name in recipe_names() if "megdet" in name and ("agvm" in name or "swin" in name)]
+    text = next(s for s in find_recipe("mask_rcnn_r18_megdet").settings(256) if s.key == "optimizer.params.lr")
+    assert (text.rule, text.source) == ("0.04 x 8 from batch 32; MegDet: linear at every batch", "ours")
 
 
 @pytest.mark.parametrize("name", ["faster_rcnn_r50_sgd", "faster_rcnn_r50_adamw", "semantic_fpn_r50_sgd", "uninet_g_htcx_adamw"])

@@ -10,9 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.optim import AGVMAdamW, AGVMSGD, module_groups
+from engine.optim import AGVMAdamW, AGVMLAMB, AGVMLARS, AGVMSGD, LAMB, LARS, PMDLAMB, module_groups
 from engine.optim.reference import ReferenceAdamW, ReferenceSGD
+from engine.optim.reference_layerwise import ReferenceLAMB, ReferenceLARS, ReferencePMDLAMB
 
+_ADAMW, _LAMB = dict(lr=2**-7, weight_decay=2**-4), dict(lr=2**-6, weight_decay=2**-4)
+_SGD = dict(lr=0.02, weight_decay=0.01, momentum=0.8)
+_LARS = dict(lr=0.5, weight_decay=0.01, momentum=0.8, trust_coefficient=0.02)
+# The optimizer, its twin, and options of their own.
+RULES = {
+    "adamw": (AGVMAdamW, ReferenceAdamW, _ADAMW), "sgd": (AGVMSGD, ReferenceSGD, _SGD),
+    "lars": (LARS, ReferenceLARS, _LARS), "agvm_lars": (AGVMLARS, ReferenceLARS, _LARS),
+    "lamb": (LAMB, ReferenceLAMB, _LAMB), "agvm_lamb": (AGVMLAMB, ReferenceLAMB, _LAMB),
+    "pmdlamb": (PMDLAMB, ReferencePMDLAMB, {**_LAMB, "period": 4, "factor": 0.3}),
+}
+WITHOUT_AGVM = ("lars", "lamb", "pmdlamb")
 MODULES = {"backbone": ["stem", "backbone"], "neck": ["neck"], "head": ["head"]}
 
 
@@ -55,9 +67,8 @@ class Case:
     no_decay: bool = True
 
     def options(self) -> dict[str, Any]:
-        rule = dict(lr=2**-7, weight_decay=2**-4) if self.rule == "adamw" else dict(lr=0.02, weight_decay=0.01,
-                                                                                  momentum=0.8)
-        return {**rule, **dict(tau=3, alpha=0.7, anchor="backbone", estimator=self.estimator), **self.agvm}
+        agvm = dict(tau=3, alpha=0.7, anchor="backbone", estimator=self.estimator)
+        return {**RULES[self.rule][2], **({} if self.rule in WITHOUT_AGVM else agvm), **self.agvm}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,12 +95,12 @@ def build(case: Case, model: nn.Module, *, make: Callable | None = None, attach:
     if case.precision == "fp16":
         # DeepSpeed refuses fp16 on a CPU without AMX; torch computes it, slowly.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
-    rule = {"adamw": AGVMAdamW, "sgd": AGVMSGD}[case.rule]
+    rule = RULES[case.rule][0]
     groups = module_groups(model, modules or MODULES, no_decay=case.no_decay)
     optimizer = rule(groups, **case.options()) if make is None else make(groups)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(case))
     if attach and make is None:
-        optimizer.attach(engine, bucket_size=case.bucket_size)
+        optimizer.attach(engine, **({} if case.rule in WITHOUT_AGVM else {"bucket_size": case.bucket_size}))
     return engine, optimizer
 
 
@@ -127,7 +138,7 @@ class PlainRun:
     """The reference twin on a model of its own; in bf16 and fp16 it computes gradients in that type too."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        reference = {"adamw": ReferenceAdamW, "sgd": ReferenceSGD}[case.rule]
+        reference = RULES[case.rule][1]
         self.masters = by_module(model, lambda p: p.data.to(case.dtype).float().clone())
         self.twin = reference(self.masters, max_norm=case.clip_grad, **case.options())
         self.model, self.total = model.to(case.dtype), dist.get_world_size() * case.accumulation
@@ -179,19 +190,23 @@ def follow(case: Case, *, loss: Callable | None = None, prepare: Callable | None
         take_step(engine, case, step, loss=loss)
         if plain is not None:
             plain.step(step, loss)
-            worst["phi"] = max(worst["phi"], relative(optimizer.phi, plain.twin.phi))
-            worst["mu"] = max(worst["mu"], relative(optimizer.mu, plain.twin.mu))
+            if case.rule not in WITHOUT_AGVM:
+                worst["phi"] = max(worst["phi"], relative(optimizer.phi, plain.twin.phi))
+                worst["mu"] = max(worst["mu"], relative(optimizer.mu, plain.twin.mu))
     weights = full_weights(engine)
     if plain is not None:
         worst["weights"] = difference(weights, plain.weights())
-    worst["own"] = {"phi": optimizer.phi, "mu": optimizer.mu, **optimizer.agvm_state_dict()}
+    if case.rule in WITHOUT_AGVM:
+        worst["own"] = {"ratios": optimizer.ratios}
+    else:
+        worst["own"] = {"phi": optimizer.phi, "mu": optimizer.mu, **optimizer.agvm_state_dict()}
     close(engine, optimizer)
     return worst
 
 
 def close(engine: Any, optimizer: Any) -> None:
-    if getattr(optimizer, "_attachment", None) is not None:
-        optimizer._attachment.detach()
+    if hasattr(optimizer, "detach"):
+        optimizer.detach()
     engine.destroy()
 
 

@@ -55,7 +55,7 @@ def claimed_features():
 
     torch.manual_seed(1)
     engine, optimizer = build(Case(2, 2), Tiny(), attach=False)
-    support.refuse_unsupported(engine)                       # as it is, it is supported
+    support.refuse_unsupported(engine, "AGVM")               # as it is, it is supported
     errors = {}
     for feature, (where, name, value) in CLAIMED.items():
 
@@ -78,7 +78,7 @@ def claimed_features():
             if where != "device":
                 setattr(claims, name, lambda value=value: value)
         try:
-            support.refuse_unsupported(claims)
+            support.refuse_unsupported(claims, "AGVM")
             errors[feature] = "accepted"
         except ValueError as error:
             errors[feature] = str(error)

@@ -1,0 +1,80 @@
+"""LARS: SGD with momentum whose step on a layer is scaled by the ratio of its weights' norm to its gradient's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.optim.layerwise import LayerwiseOptimizer, product
+from engine.optim.rule import BATCH, pieces
+
+NORMS = ("of_sum", "sum_of")
+
+
+class LARS(LayerwiseOptimizer):
+    """For a layer w with gradient g and weight decay lambda,
+
+        s = trust_coefficient |w| / (|g + lambda w| + eps)            `norm` "of_sum", as the AGVM paper writes it
+        s = trust_coefficient |w| / (|g| + lambda |w| + eps)          `norm` "sum_of", as You et al. do
+        m[t] = momentum m[t-1] + (1 - dampening) s (g + lambda w),    m[0] = 0
+        w[t+1] = w[t] - lr m[t]
+
+    and s = 1 for a layer without weights or gradient, and for norms and biases unless `adapt_1d`.
+    """
+
+    needs_final_gradient = False
+    sums_per_layer = 3
+
+    def __init__(self, params: Any, lr: float, *, momentum: float = 0.9, dampening: float = 0.0,
+                 weight_decay: float = 0.0, nesterov: bool = False, trust_coefficient: float = 0.001, eps: float = 1e-8,
+                 norm: str = "of_sum", adapt_1d: bool = False, **further: Any) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay), ("eps", eps)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be >= 0, got {value}")
+        if not trust_coefficient > 0:
+            raise ValueError(f"trust_coefficient must be > 0, got {trust_coefficient}")
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
+        super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+                                      nesterov=nesterov, trust_coefficient=trust_coefficient, eps=eps, norm=norm,
+                                      adapt_1d=adapt_1d), **further)
+
+    def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+        return torch.stack([product(w, w), product(w, g), product(g, g)])
+
+    def ratio(self, group: dict[str, Any], sums: Sequence[float], scale: float) -> float:
+        decay, (ww, wg, gg) = group["weight_decay"], sums
+        gg, wg = gg * scale ** 2, wg * scale
+        if not (ww > 0 and gg > 0 and math.isfinite(ww + gg)):
+            return 1.0
+        if group["norm"] == "of_sum":
+            below = math.sqrt(max(0.0, gg + 2 * decay * wg + decay ** 2 * ww))
+        else:
+            below = math.sqrt(gg) + decay * math.sqrt(ww)
+        below += group["eps"]
+        return group["trust_coefficient"] * math.sqrt(ww) / below if below > 0 else 1.0
+
+    def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
+        momentum, tensors = group["momentum"], [params, [p.grad for p in params]]
+        if momentum:
+            for p in params:
+                if self.state[p].get("momentum_buffer") is None:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            tensors.append([self.state[p]["momentum_buffer"] for p in params])
+        cut, ratios = self.by_layer(params, *tensors)
+        for index, (w, g, *m) in pieces(BATCH, *cut):
+            step = torch._foreach_add(g, w, alpha=group["weight_decay"])
+            torch._foreach_mul_(step, [ratios[i] for i in index])
+            if momentum:
+                torch._foreach_mul_(m[0], momentum)
+                torch._foreach_add_(m[0], step, alpha=1 - group["dampening"])
+                if group["nesterov"]:
+                    torch._foreach_add_(step, m[0], alpha=momentum)
+                else:
+                    step = m[0]
+            torch._foreach_add_(w, step, alpha=-lr)

@@ -1,0 +1,109 @@
+"""Sums over whole layers before every optimizer step, wherever ZeRO has put the pieces of a layer.
+
+Each rank adds up its own fragments, layer by layer; one all-reduce of a vector with a few numbers per layer makes them
+sums over whole layers. A rule that is not linear in the gradient needs to know DeepSpeed's clipping first: with clipping
+on, that is a second all-reduce, of one number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.zero.layout import Fragment, layout_of, state_slice
+from engine.zero.support import refuse_unsupported
+from engine.zero.wrapping import Wrapped
+
+
+class LayerNorms:
+    """One DeepSpeed engine and one client optimizer.
+
+    The client turns slices of weights, gradient and state into `sums_per_layer` numbers (`layer_sums`), takes the sums
+    of all layers (`take_sums`), says under `needs_final_gradient` in which units it wants the gradient, and is told by
+    `follow` which layers there are and which range of which shard belongs to which.
+    """
+
+    def __init__(self, engine: Any, client: Any) -> None:
+        name = type(client).__name__
+        if client._norms is not None:
+            raise ValueError(f"this {name} is attached already: attach it once, right after deepspeed.initialize")
+        if getattr(engine, "basic_optimizer", None) is not client:
+            raise ValueError(f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
+                             "attach the engine that returns")
+        refuse_unsupported(engine, name)
+        self.engine, self.client, self.layout = engine, client, layout_of(engine)
+        self._check_weights()
+        segments: dict[Tensor, list[tuple[int, int, int]]] = {shard: [] for shard in self.layout.shards().values()}
+        for fragment in self.layout.held():
+            stop = fragment.offset + fragment.stop - fragment.start
+            segments[self.layout.shard(fragment)].append((fragment.offset, stop, fragment.param))
+        client.follow([(group, len(getattr(p, "ds_shape", p.shape)))
+                       for p, group in zip(self.layout.params, self.layout.group)], segments)
+        self.wrapped = Wrapped()
+        self.wrapped.put(engine.optimizer, "step", self._step)
+        client._norms = self
+
+    def detach(self) -> None:
+        self.wrapped.undo()
+        self.client._norms = None
+
+    def _check_weights(self) -> None:
+        """The shards hold the parameters where the layout says, or DeepSpeed lays them out in another way by now."""
+        for fragment in self.layout.held():
+            parameter = self.layout.params[fragment.param]
+            if hasattr(parameter, "ds_tensor"):
+                own = parameter.ds_tensor.reshape(-1)[:fragment.stop - fragment.start]
+            else:
+                own = parameter.detach().reshape(-1)[fragment.start:fragment.stop]
+            if not torch.equal(self._weights(fragment).to(own), own):
+                raise RuntimeError("DeepSpeed's shards do not hold the parameters where engine/zero/layout.py reads "
+                                   "them: use deepspeed 0.19.x")
+
+    def _weights(self, fragment: Fragment) -> Tensor:
+        stop = fragment.offset + fragment.stop - fragment.start
+        return self.layout.shard(fragment).detach().reshape(-1)[fragment.offset:stop]
+
+    def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._measure()
+        return original(*args, **kwargs)
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        layout, client = self.layout, self.client
+        final, per_layer = client.needs_final_gradient, client.sums_per_layer
+        scale = 1.0
+        if final:
+            scale = layout.factors(layout.gradient_norm() if layout.needs_norm else 0.0)[0]
+        device = next(iter(layout.shards().values())).device
+        sums = torch.zeros(len(layout.params), per_layer, dtype=torch.float64, device=device)
+        for fragment, part in self._parts(scale):
+            sums[fragment.param] += part
+        sums = self._all_reduce(sums)
+        if not final:
+            scale = layout.factors(float(sums[:, -1].sum()) ** 0.5)[0]
+        client.take_sums(sums.tolist(), scale)
+
+    def _parts(self, scale: float) -> Iterator[tuple[Fragment, Tensor]]:
+        """The client's sums, slice by slice: small, for they are fp32 within a slice and fp64 over slices."""
+        layout, client = self.layout, self.client
+        for fragment in layout.fragments:
+            g, w, shard = layout.gradient(fragment), self._weights(fragment), layout.shard(fragment)
+            if g is None:
+                continue
+            group, state = client.param_groups[layout.group[fragment.param]], client.state.get(shard, {})
+            limit = 1 << 16 if w.device.type == "cpu" else 1 << 22
+            for low in range(0, w.numel(), limit):
+                high = min(w.numel(), low + limit)
+                part = g[low:high].to(w.device, torch.float32)
+                own = state_slice(state, shard, fragment.offset + low, fragment.offset + high)
+                part = part if scale == 1.0 else part * scale
+                yield fragment, client.layer_sums(group, own, w[low:high].float(), part)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.layout.world > 1:
+            tensor = tensor.to(self.engine.device)
+            dist.all_reduce(tensor, group=self.engine.seq_data_parallel_group)
+        return tensor.cpu()
