@@ -28,6 +28,10 @@ from engine.statistics import join_statistics
 from engine.work_dir import Resume
 
 
+class Diverged(UserError):
+    """The loss was not finite for too many steps in a row."""
+
+
 class Preempted(Exception):
     """A signal stopped the run; `saved` says whether a checkpoint of its last step is there."""
 
@@ -243,8 +247,8 @@ def stop_on_nonfinite(count: int, losses: dict[str, float], batch: dict[str, Any
     broken = not all(value == value and abs(value) != float("inf") for value in losses.values())
     with distributed.together():
         if broken:
-            raise UserError(f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
-                            f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping")
+            raise Diverged(f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
+                           f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping")
 
 
 def due(run: Run, interval: float | None, done: int, *, last: bool) -> bool:

@@ -1,0 +1,1 @@
+"""Methods against batch sizes: many short runs, equally tuned, and what they say together."""

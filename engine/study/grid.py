@@ -1,0 +1,179 @@
+"""A study from its JSON: which methods, batch sizes, learning rates and seeds, and the config of every run.
+
+Every method gets the same: the paper's rule for its learning rate at each batch, the same few factors around it tried
+with the first seed, the best of them run with the other seeds, the same epochs and the same data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Sequence
+
+from pydantic import Field, ValidationError, model_validator
+
+from engine.config import ConfigError, RunConfig, load_config
+from engine.config.errors import nearest
+from engine.config.schema import Block
+from engine.recipes.learning_rate import ScalingLaw
+
+STUDIES = Path("ds_configs") / "studies"
+
+# The paper's run at batch 512 has some 370 windows, and alpha 0.97 remembers 33 of them.
+PAPER_WINDOWS, PAPER_ALPHA = 370, 0.97
+
+
+class Method(Block):
+    type: str = Field(description="optimizer.type")
+    lr: float = Field(gt=0, description="learning rate of the smallest batch")
+    growth: Literal["linear", "sqrt", "sqrt(1.5)"] = Field(
+        "sqrt", description="of the learning rate beyond the knee: linear, the square root of the batch (the paper's SGD), "
+                            "or sqrt(1.5) a doubling (its AdamW)")
+    params: dict[str, Any] = Field({}, description="optimizer.params beside lr")
+    sam: dict[str, Any] | None = Field(None, description="optimizer.sam")
+    set: list[str] = Field([], description="further KEY=VALUE of this method's runs")
+
+
+class Start(Block):
+    method: str = Field(description="which method trains the common start, at the smallest batch and its own rule")
+    epochs: float = Field(gt=0, description="for how long")
+    keep: list[str] = Field(["backbone"], description="prefixes of the weights that all runs start from")
+    set: list[str] = Field([], description="further KEY=VALUE, such as other images")
+
+
+class Study(Block):
+    config: str = Field(description="a run's JSON, or the name of a shipped one")
+    set: list[str] = Field([], description="KEY=VALUE for every run")
+    metric: str = Field("bbox_mAP_50", description="what is compared, of eval.json")
+    batches: list[int] = Field(description="batch sizes, ascending")
+    micro_batch: int = Field(ge=1, description="images at a time; the rest is accumulated")
+    knee: int = Field(ge=1, description="batch up to which learning rates grow linearly")
+    epochs: float = Field(gt=0, description="of every run")
+    warmup: float = Field(0.1, ge=0, lt=1, description="share of every run's steps")
+    seeds: list[int] = Field([0, 1], description="the first one is tuned on")
+    sweep: list[float] = Field([0.5, 1.0, 2.0], description="factors on the rule's learning rate")
+    start: Start | None = Field(None, description="weights that all runs start from")
+    methods: dict[str, Method] = Field(description="by the name they go by in tables")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Study":
+        for name, values in (("batches", self.batches), ("seeds", self.seeds), ("sweep", self.sweep), ("methods", self.methods)):
+            if not values or len(set(values)) != len(values):
+                raise ValueError(f"{name} must list at least one value, each once, got {list(values)}")
+        if self.batches != sorted(self.batches):
+            raise ValueError(f"batches must be ascending, got {self.batches}")
+        for batch in self.batches:
+            if batch % self.micro_batch or batch < 2 * self.micro_batch:
+                raise ValueError(f"every batch must be two or more micro-batches of {self.micro_batch} (AGVM compares two "
+                                 f"halves), got {batch}")
+        if not all(factor > 0 for factor in self.sweep):
+            raise ValueError(f"sweep must hold factors > 0, got {self.sweep}")
+        if self.start is not None and self.start.method not in self.methods:
+            raise ValueError(f"start.method must be one of the methods {list(self.methods)}, got {self.start.method!r}")
+        return self
+
+    def rate(self, method: str, batch: int) -> float:
+        """The rule's learning rate."""
+        chosen = self.methods[method]
+        doubling = {"linear": 4.0, "sqrt": 2.0, "sqrt(1.5)": 1.5}[chosen.growth]
+        return ScalingLaw(name=method, lr=chosen.lr, batch=self.batches[0], knee=self.knee, doubling=doubling)(batch)
+
+
+class Trial(NamedTuple):
+    """One run of the grid."""
+
+    method: str
+    batch: int
+    factor: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}/batch-{self.batch}-lr-x{self.factor:g}-seed{self.seed}"
+
+
+def trial_config(study: Study, trial: Trial, folder: Path, *, images: int, start: Path | None) -> RunConfig:
+    method = study.methods[trial.method]
+    steps = max(1, round(study.epochs * math.ceil(images / trial.batch)))
+    warmup = round(study.warmup * steps)
+    params = {**method.params, "lr": study.rate(trial.method, trial.batch) * trial.factor}
+    if method.type.startswith("AGVM"):
+        params = {**agvm_memory(steps - warmup), **params}
+    return load_config(study.config, [
+        *study.set, *batch_settings(study, trial.batch), *method.set, f"optimizer.type={json.dumps(method.type)}",
+        f"optimizer.params={json.dumps(params)}", f"optimizer.sam={json.dumps(method.sam)}",
+        "schedule.epochs=null", f"schedule.steps={steps}", "schedule.warmup_epochs=null", f"schedule.warmup_steps={warmup}",
+        f"run.seed={trial.seed}", "run.eval_interval=null", "run.checkpoint_interval=0", "run.draw=0",
+        f"run.work_dir={json.dumps(str(folder))}", f"run.log_interval={max(1, steps // 5)}",
+        *([] if start is None else [f"detector.load_from={json.dumps(str(start))}"])])
+
+
+def batch_settings(study: Study, batch: int) -> list[str]:
+    return [f"train_batch_size={batch}", f"train_micro_batch_size_per_gpu={study.micro_batch}",
+            f"gradient_accumulation_steps={batch // study.micro_batch}"]
+
+
+def agvm_memory(steps: int) -> dict[str, Any]:
+    """tau and alpha by the length of the run: at most the paper's number of windows, and the same share of the run in
+    memory as there (a twelfth or so). Fixed beforehand, not tuned."""
+    tau = max(1, steps // PAPER_WINDOWS)
+    windows = max(1, steps // tau)
+    memory = windows / PAPER_WINDOWS / (1 - PAPER_ALPHA)
+    return {"tau": tau, "alpha": round(max(0.0, 1 - 1 / memory), 3)}
+
+
+def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None = None) -> tuple[Study, list[str]]:
+    """A study with some of its fields replaced, and those of its methods that were asked for, in its order."""
+    path = _find(name)
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"study {path} cannot be read as JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"study {path} must hold a JSON object, got a {type(data).__name__}")
+    try:
+        study = Study(**{**data, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"study {path}: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    for method in methods or ():
+        if method not in study.methods:
+            raise ConfigError(f'method "{method}" is none of {", ".join(study.methods)}{nearest(method, study.methods)}')
+    return study, [method for method in study.methods if methods is None or method in methods]
+
+
+def keep_settings(study: Study, folder: Path) -> None:
+    """Note the study's settings in its folder, or refuse a folder whose runs were made with others."""
+    path, new = folder / "study.json", study.model_dump(mode="json")
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        old = json.loads(path.read_text())
+        # More batches, seeds, factors or methods leave the runs that are there as they are.
+        for extendable in ("batches", "seeds", "sweep"):
+            old[extendable] = new[extendable] if set(old[extendable][:1]) == set(new[extendable][:1]) else old[extendable]
+        known = old.pop("methods")
+        changed = [key for key in old if old[key] != new[key]] \
+            + [f"methods.{name}" for name in known if name in new["methods"] and known[name] != new["methods"][name]]
+        if changed:
+            raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
+    path.write_text(json.dumps(new, indent=2))
+
+
+def _find(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    import ds_configs
+
+    shipped = {file.stem: file for folder in ds_configs.__path__ for file in sorted((Path(folder) / "studies").glob("*.json"))}
+    if name.removesuffix(".json") in shipped:
+        return shipped[name.removesuffix(".json")]
+    raise ConfigError(f'study "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}'
+                      f"{nearest(name, shipped)}")
+
+
+def better(a: float, b: float) -> bool:
+    """Whether score a beats b; a run that diverged (not a number) loses to any other."""
+    return not math.isnan(a) and (math.isnan(b) or a > b)

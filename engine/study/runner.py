@@ -1,0 +1,122 @@
+"""Trials side by side, each in a process of its own, until the grid is complete.
+
+Processes are forked from one that has imported everything, which takes ten seconds and is done once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Callable
+
+from engine.config import UserError
+from engine.study.grid import Study, Trial, better
+from engine.study.start import make_start
+from engine.study.trial import Outcome, read_outcome, run_trial
+
+Outcomes = dict[Trial, Outcome]
+
+
+def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say: Callable[[str], None]) -> Outcomes:
+    """Every trial of the methods `rows`, those on disk not again; returns all outcomes."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["engine.study.preload"])
+    start = _start(study, folder, server, say)
+    outcomes = read_outcomes(study, rows, folder)
+    total = len(rows) * len(study.batches) * (len(study.sweep) + len(study.seeds) - 1)
+    say(f"study   {total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
+        f"{', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed {study.seeds[0]}, the best of them with "
+        f"{len(study.seeds) - 1} more; {len(outcomes)} are done, {at_once} run at once")
+    running: dict[Trial, multiprocessing.Process] = {}
+    began, done = time.monotonic(), 0
+    try:
+        while True:
+            waiting = [trial for trial in due_trials(study, rows, outcomes) if trial not in running]
+            while waiting and len(running) < at_once:
+                trial = waiting.pop(0)
+                running[trial] = server.Process(target=run_trial, args=(study, trial, folder / trial.name, start))
+                running[trial].start()
+            if not running:
+                return outcomes
+            time.sleep(0.2)
+            for trial in [trial for trial, process in running.items() if not process.is_alive()]:
+                outcome = read_outcome(folder / trial.name)
+                if outcome is None:
+                    code = running[trial].exitcode
+                    raise UserError(f"the run {trial.name} ended with {code} and no outcome: see {folder / trial.name}.log; "
+                                    "start the same command again to go on")
+                del running[trial]
+                outcomes[trial] = outcome
+                done += 1
+                left = (time.monotonic() - began) / done * (total - len(outcomes))
+                say(f"[{len(outcomes)}/{total}] {trial.method} batch {trial.batch} lr x{trial.factor:g} seed {trial.seed}: "
+                    f"{_text(outcome)} in {outcome.seconds:.0f} s, ETA {_duration(left)}")
+    finally:
+        for process in running.values():
+            process.terminate()
+
+
+def due_trials(study: Study, rows: list[str], outcomes: Outcomes) -> list[Trial]:
+    """What can be run now: the sweep of every method and batch, then other seeds at the best learning rate.
+
+    Batch by batch, so that a study that was stopped early has whole columns.
+    """
+    due = []
+    for batch in study.batches:
+        for method in rows:
+            swept = [Trial(method, batch, factor, study.seeds[0]) for factor in study.sweep]
+            missing = [trial for trial in swept if trial not in outcomes]
+            if not missing:
+                best = best_trial(study, method, batch, outcomes)
+                missing = [trial for seed in study.seeds[1:] for trial in [best._replace(seed=seed)] if trial not in outcomes]
+            due += missing
+    return due
+
+
+def best_trial(study: Study, method: str, batch: int, outcomes: Outcomes) -> Trial:
+    """The sweep's best; where all diverged, its smallest learning rate."""
+    swept = sorted((Trial(method, batch, factor, study.seeds[0]) for factor in study.sweep), key=lambda trial: trial.factor)
+    best = swept[0]
+    for trial in swept[1:]:
+        if better(outcomes[trial].score, outcomes[best].score):
+            best = trial
+    return best
+
+
+def read_outcomes(study: Study, rows: list[str], folder: Path) -> Outcomes:
+    trials = [Trial(method, batch, factor, seed) for method in rows for batch in study.batches
+              for factor in study.sweep for seed in study.seeds]
+    found = {trial: read_outcome(folder / trial.name) for trial in trials}
+    # A run that failed for another reason than divergence is tried again.
+    return {trial: outcome for trial, outcome in found.items() if outcome is not None and outcome.error is None}
+
+
+def _start(study: Study, folder: Path, server: multiprocessing.context.BaseContext, say: Callable[[str], None]) -> Path | None:
+    if study.start is None:
+        return None
+    path = folder / "start.pth"
+    if not path.exists():
+        say(f"start   {study.start.epochs:g} epochs of {study.start.method} at batch {study.batches[0]} give the weights of "
+            f"{', '.join(study.start.keep)} that all runs start from")
+        shutil.rmtree(folder / "start", ignore_errors=True)
+        process = server.Process(target=make_start, args=(study, path))
+        process.start()
+        process.join()
+        if not path.exists():
+            raise UserError(f"the common start could not be trained: see {folder / 'start.log'}")
+    return path
+
+
+def _text(outcome: Outcome) -> str:
+    if outcome.diverged:
+        return "diverged"
+    return f"failed ({outcome.error})" if outcome.error else f"{outcome.score:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,34 @@
+"""The weights that all runs of a study start from, trained once: a stand-in for a pre-trained backbone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.config import load_config
+from engine.study.grid import Study, batch_settings
+from engine.study.trial import alone
+
+
+def make_start(study: Study, path: Path) -> None:
+    """Train the start's method at the smallest batch and keep some of the weights, in `path`."""
+    import torch
+
+    from engine.training import train
+    from engine.weights import read_weights, whole
+
+    start, batch = study.start, study.batches[0]
+    method, folder = study.methods[start.method], path.parent / "start"
+    params = {**method.params, "lr": study.rate(start.method, batch)}
+    with alone(folder):
+        train(load_config(study.config, [
+            *study.set, *batch_settings(study, batch), *start.set, f"optimizer.type={json.dumps(method.type)}",
+            f"optimizer.params={json.dumps(params)}", "schedule.steps=null", f"schedule.epochs={start.epochs}",
+            "schedule.warmup_steps=null", f"schedule.warmup_epochs={study.warmup * start.epochs}", "run.checkpoint_interval=null",
+            "run.eval_interval=0", f"run.work_dir={json.dumps(str(folder))}"]))
+        weights, _ = read_weights(folder / "checkpoints" / "latest")
+        kept = {name: whole(value) for name, value in weights.items()
+                if any(name == prefix or name.startswith(f"{prefix}.") for prefix in start.keep)}
+        part = path.with_suffix(".part")
+        torch.save({"state_dict": kept}, part)
+        part.rename(path)

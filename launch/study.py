@@ -1,0 +1,56 @@
+"""Compare optimizers as the batch grows: methods x batch sizes x seeds on one pipeline and data set.
+
+  python launch/study.py                                    the default study on drawn shapes: a few hours of two cores
+  python launch/study.py --study miniature                  ten minutes
+  python launch/study.py --study my.json --methods SGD AGVM+SGD --out work_dirs/mine
+
+Every method gets the same epochs and the same tuning: the sweep of learning rates around the paper's rule with the first
+seed, the best of them with all seeds. A study that was stopped goes on where it was when the same command is given again.
+It writes results.md, results.csv, scores.png, variance-*.png and study.html, a page with everything in one file; --report
+writes them from what is there, also while a study is running. The shipped studies are in ds_configs/studies.
+"""
+
+from launch.command import parser, run_command
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--study", default="shapes", metavar="FILE", help="a study's JSON, or a shipped one's name (default: shapes)")
+    arguments.add_argument("--methods", nargs="+", metavar="NAME", help="only these of the study's methods")
+    arguments.add_argument("--batches", nargs="+", type=int, metavar="N", help="other batch sizes")
+    arguments.add_argument("--seeds", nargs="+", type=int, metavar="N", help="other seeds; the first is tuned on")
+    arguments.add_argument("--out", metavar="DIR", help="where it is kept (default: work_dirs/study-NAME)")
+    arguments.add_argument("--at-once", type=int, metavar="N", help="runs side by side (default: one a core, at most 8)")
+    arguments.add_argument("--report", action="store_true", help="only write the report of what is there")
+    options = arguments.parse_args()
+    run_command(lambda: _study(options))
+
+
+def _study(options) -> None:
+    import os
+    from pathlib import Path
+
+    from engine.config.errors import UserError
+    from engine.study.grid import keep_settings, load_study
+
+    given = {name: value for name, value in (("batches", options.batches), ("seeds", options.seeds)) if value}
+    study, rows = load_study(options.study, given, options.methods)
+    at_once = options.at_once if options.at_once is not None else min(8, os.cpu_count() or 1)
+    if at_once < 1:
+        raise UserError(f"--at-once must be at least 1, got {at_once}")
+    folder = Path(options.out or Path("work_dirs") / f"study-{Path(options.study).stem}")
+    keep_settings(study, folder)
+
+    from engine.study.report import write_report
+    from engine.study.runner import read_outcomes, run_study
+
+    if options.report:
+        outcomes = read_outcomes(study, rows, folder)
+    else:
+        outcomes = run_study(study, rows, folder, at_once=at_once, say=lambda line: print(line, flush=True))
+    print(write_report(study, rows, outcomes, folder))
+    print(f"written to {folder}: study.html, results.md, results.csv, scores.png, variance-*.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A study's arithmetic: learning rates, memory, which runs are due, and what is refused."""
+
+import json
+import math
+
+import pytest
+
+from engine.config import ConfigError
+from engine.study.grid import Study, Trial, agvm_memory, better, keep_settings, load_study, trial_config
+from engine.study.runner import best_trial, due_trials
+from engine.study.trial import Outcome
+
+METHODS = {"SGD": {"type": "SGD", "lr": 0.02, "params": {"momentum": 0.9}},
+           "MegDet": {"type": "SGD", "lr": 0.02, "growth": "linear"},
+           "AGVM": {"type": "AGVMAdamW", "lr": 1e-3, "growth": "sqrt(1.5)", "params": {"weight_decay": 0.05}},
+           "SAM": {"type": "SGD", "lr": 0.02, "sam": {"rho": 0.1}}}
+
+
+def study(**changes):
+    return Study(**{"config": "shapes_faster_rcnn", "batches": [8, 32, 128], "micro_batch": 4, "knee": 32, "epochs": 6,
+                    "sweep": [0.5, 1, 2], "methods": METHODS, **changes})
+
+
+def outcome(score):
+    return Outcome(score, 10, 1.0, 0.1)
+
+
+def test_learning_rates_follow_the_rule_to_the_knee_and_beyond():
+    chosen = study()
+    assert [chosen.rate("SGD", b) for b in (8, 32, 128)] == pytest.approx([0.02, 0.08, 0.16])
+    assert [chosen.rate("MegDet", b) for b in (8, 32, 128)] == pytest.approx([0.02, 0.08, 0.32])
+    assert [chosen.rate("AGVM", b) for b in (8, 32, 128)] == pytest.approx([1e-3, 4e-3, 6e-3])
+
+
+def test_the_memory_of_agvm_is_the_papers_share_of_the_run():
+    assert agvm_memory(370) == {"tau": 1, "alpha": 0.97}
+    assert agvm_memory(740) == {"tau": 2, "alpha": 0.97}
+    assert agvm_memory(37) == {"tau": 1, "alpha": 0.7}      # a tenth of the windows: 3.33 of them in memory, not 33.3
+    assert agvm_memory(3) == {"tau": 1, "alpha": 0.0}
+
+
+def test_the_config_of_a_run(tmp_path):
+    config = trial_config(study(), Trial("AGVM", 128, 2.0, 1), tmp_path / "run", images=620, start=tmp_path / "start.pth")
+    assert config.deepspeed["train_batch_size"] == 128 and config.deepspeed["gradient_accumulation_steps"] == 32
+    assert config.schedule.steps == 30 and config.schedule.warmup_steps == 3 and config.schedule.epochs is None
+    assert config.optimizer.params["lr"] == pytest.approx(12e-3) and config.optimizer.params["weight_decay"] == 0.05
+    assert config.optimizer.params["alpha"] == agvm_memory(27)["alpha"] and config.run.seed == 1
+    assert config.detector.load_from.endswith("start.pth")
+    sam = trial_config(study(), Trial("SAM", 8, 1.0, 0), tmp_path / "run", images=620, start=None)
+    assert sam.optimizer.sam.rho == 0.1 and sam.detector.load_from is None and "tau" not in sam.optimizer.params
+
+
+def test_the_sweep_comes_first_and_the_other_seeds_run_at_its_best():
+    chosen, outcomes = study(batches=[8]), {}
+    assert due_trials(chosen, ["SGD"], outcomes) == [Trial("SGD", 8, factor, 0) for factor in (0.5, 1, 2)]
+    outcomes |= {Trial("SGD", 8, 0.5, 0): outcome(0.3), Trial("SGD", 8, 1, 0): outcome(0.4),
+                 Trial("SGD", 8, 2, 0): outcome(math.nan)}
+    assert due_trials(chosen, ["SGD"], outcomes) == [Trial("SGD", 8, 1, 1)]
+    outcomes[Trial("SGD", 8, 1, 1)] = outcome(0.2)
+    assert due_trials(chosen, ["SGD"], outcomes) == []
+
+
+def test_where_all_diverge_the_smallest_rate_stands_for_the_method():
+    outcomes = {Trial("SGD", 8, factor, 0): outcome(math.nan) for factor in (0.5, 1, 2)}
+    assert best_trial(study(), "SGD", 8, outcomes).factor == 0.5
+    assert better(0.0, math.nan) and not better(math.nan, 0.0) and not better(math.nan, math.nan)
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"batches": []}, "batches must list at least one"),
+    ({"batches": [32, 8]}, "ascending"),
+    ({"batches": [8, 8]}, "each once"),
+    ({"batches": [4]}, "two or more micro-batches of 4"),
+    ({"batches": [10]}, "two or more micro-batches of 4"),
+    ({"sweep": [0]}, "factors > 0"),
+    ({"start": {"method": "Adam", "epochs": 1}}, "start.method must be one of"),
+])
+def test_what_cannot_be_studied_is_refused_in_a_sentence(changes, sentence, tmp_path):
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({**study().model_dump(mode="json"), **changes}))
+    with pytest.raises(ConfigError, match=sentence):
+        load_study(str(path), {})
+
+
+def test_names_that_are_not_there(tmp_path):
+    with pytest.raises(ConfigError, match='"shape" is neither a file nor one of the shipped ones: .*shapes'):
+        load_study("shape", {})
+    with pytest.raises(ConfigError, match='method "AdamX" is none of .* .did you mean "AdamW"'):
+        load_study("shapes", {}, ["AdamX"])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        load_study(str(tmp_path / "broken.json"), {})
+
+
+def test_shipped_studies_load_and_keep_the_order_of_their_methods():
+    from ds_configs import __path__ as folders
+    from pathlib import Path
+
+    names = [file.stem for folder in folders for file in (Path(folder) / "studies").glob("*.json")]
+    assert {"shapes", "miniature"} <= set(names)
+    for name in names:
+        chosen, rows = load_study(name, {})
+        assert rows == list(chosen.methods)
+    assert load_study("shapes", {}, ["AdamW", "SGD"])[1] == ["SGD", "AdamW"]
+
+
+def test_a_folder_takes_more_of_the_same_study_and_no_other(tmp_path):
+    keep_settings(study(), tmp_path)
+    keep_settings(study(batches=[8, 32, 128, 512], seeds=[0, 1, 2]), tmp_path)
+    with pytest.raises(ConfigError, match="another epochs"):
+        keep_settings(study(epochs=7), tmp_path)
+    with pytest.raises(ConfigError, match="another methods.SGD"):
+        keep_settings(study(methods={**METHODS, "SGD": {"type": "SGD", "lr": 0.5}}), tmp_path)

@@ -1,0 +1,47 @@
+"""A small study as a user runs it: stopped, gone on with, and its report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STUDY = {
+    "config": "shapes_faster_rcnn",
+    "set": ["detector.config=micro_faster_rcnn", "data.shapes.train_images=24", "data.shapes.val_images=8",
+            "data.shapes.image_size=64", "data.scale=[64, 64]", "data.workers=0", "run.max_nonfinite=1"],
+    "batches": [4, 8], "micro_batch": 2, "knee": 4, "epochs": 1, "seeds": [0, 1], "sweep": [1],
+    "start": {"method": "AGVM+SGD", "epochs": 0.5, "set": ["optimizer.params.tau=1"]},
+    "methods": {"AGVM+SGD": {"type": "AGVMSGD", "lr": 0.01, "params": {"momentum": 0.9}},
+                "wild": {"type": "SGD", "lr": 1e30}}}
+
+
+def launch(tmp_path, *arguments):
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps(STUDY))
+    return subprocess.run([sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
+                          cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600)
+
+
+def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
+    first = launch(tmp_path, "--methods", "AGVM+SGD")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "[4/4]" in first.stdout and "ETA" in first.stdout
+    whole = launch(tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "4 are done" in whole.stdout and "start " not in whole.stdout and whole.stdout.count("AGVM+SGD batch") == 0
+    assert whole.stdout.count("diverged") == 4 and "| wild | NaN | NaN |" in whole.stdout
+    out = tmp_path / "out"
+    assert "NaN" in (out / "study.html").read_text() and (out / "variance-AGVM+SGD.png").exists()
+    # Different seeds give different runs, the same seed the same start.
+    scores = [json.loads((out / "AGVM+SGD" / f"batch-4-lr-x1-seed{seed}" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+              for seed in (0, 1)]
+    assert scores[0] != scores[1]
+
+
+def test_a_slip_is_one_sentence(tmp_path):
+    wrong = launch(tmp_path, "--methods", "AGVM")
+    assert wrong.returncode == 2 and wrong.stderr.strip().count("\n") == 0
+    assert 'method "AGVM" is none of AGVM+SGD, wild' in wrong.stderr
