@@ -1,0 +1,54 @@
+"""Every collective that this process starts, as it starts it: what the predictions are compared with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# torch's operators by the names of torch.distributed.
+_NAMES = {"allreduce_": "all_reduce", "reduce_": "reduce", "broadcast_": "broadcast", "allgather_": "all_gather",
+          "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
+          "gather_": "gather", "barrier": "barrier"}
+
+
+class Recorded(NamedTuple):
+    op: str
+    bytes: int  # of the whole payload: what is reduced or broadcast, or what a gather puts together
+    ranks: int
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Notes the collectives of this thread while it is on (on CPUs backward runs in the thread that called it)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Recorded] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            name = function.overloadpacket.__name__
+            ranks = next(dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch.ScriptObject)
+                         and "ProcessGroup" in a._type().qualified_name())
+            # Gathers and scatters name their outputs first, reductions and broadcasts their payload.
+            leaves = tree_leaves(args[1] if "scatter" in name else args[0])
+            size = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
+            self.calls.append(Recorded(_NAMES.get(name, name), 0 if name == "barrier" else size, ranks))
+        return function(*args, **(kwargs or {}))
+
+    def take(self) -> list[Recorded]:
+        """What was noted since the last call."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def totals(calls: list[Any]) -> dict[str, int]:
+    """Payload bytes by operation."""
+    sums: Counter[str] = Counter()
+    for call in calls:
+        sums[call.op] += call.bytes * getattr(call, "calls", 1)
+    return {op: size for op, size in sorted(sums.items()) if size}
