@@ -13,6 +13,7 @@ from typing import NamedTuple, Sequence
 
 from torch import nn
 
+from engine.activation_checkpointing import is_recomputed
 from engine.planning.partition import Parameter
 from engine.planning.settings import CommunicationSettings
 
@@ -39,7 +40,7 @@ def model_uses(model: nn.Module) -> list[Use]:
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         inner = [use for child in (reversed(children) if backward else children) for use in visit(child, backward=backward)]
         uses = [Use(numbers[module], members, True), *inner, Use(numbers[module], members, False)]
-        if backward and getattr(module, "recomputed", False):
+        if backward and is_recomputed(module):
             uses = [*visit(module, backward=False), *uses]
         return uses
 

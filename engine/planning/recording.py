@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from engine.planning.gathers import Use
 
 # torch's operators by the names of torch.distributed.
 _NAMES = {"allreduce_": "all_reduce", "reduce_": "reduce", "broadcast_": "broadcast", "allgather_": "all_gather",
@@ -46,9 +48,36 @@ class CollectiveRecorder(TorchDispatchMode):
         return calls
 
 
-def totals(calls: list[Any]) -> dict[str, int]:
-    """Payload bytes by operation."""
-    sums: Counter[str] = Counter()
-    for call in calls:
-        sums[call.op] += call.bytes * getattr(call, "calls", 1)
-    return {op: size for op, size in sorted(sums.items()) if size}
+def count_calls(calls: Sequence[Recorded]) -> Counter[tuple[str, int]]:
+    """How many there are of each (operation, payload bytes)."""
+    return Counter((call.op, call.bytes) for call in calls if call.bytes)
+
+
+class OrderRecorder:
+    """In which order gradients come and, under ZeRO-3, modules run, on a built run: `take` after every micro-step."""
+
+    def __init__(self, model_engine: Any) -> None:
+        self.order: list[int] = []
+        self.uses: list[Use] = []
+        parameters = list(model_engine.module.parameters())
+        places = {id(p): i for i, p in enumerate(parameters)}
+        self._handles = [p.register_hook(lambda _, i=i: self.order.append(i)) for i, p in enumerate(parameters)
+                         if p.requires_grad]
+        offload = getattr(model_engine.optimizer, "parameter_offload", None)
+        if offload is None:
+            return
+        coordinator = offload.get_param_coordinator()
+        for name, fetch in (("fetch_sub_module", True), ("release_sub_module", False)):
+            setattr(coordinator, name, self._spy(getattr(coordinator, name), places, fetch=fetch))
+
+    def _spy(self, original: Any, places: dict[int, int], *, fetch: bool) -> Any:
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            members = tuple(sorted(places[id(p)] for p in module.parameters(recurse=False)))
+            self.uses.append(Use(module.ds_id, members, fetch))
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def take(self) -> tuple[list[int], list[Use]]:
+        seen, self.order, self.uses = (self.order, self.uses), [], []
+        return seen

@@ -197,10 +197,8 @@ def persistent_parameters(parameters: Sequence[Parameter], settings: Communicati
 
 def _norms_and_flags(parameters: Sequence[Parameter], settings: CommunicationSettings) -> Iterator[Collective]:
     if settings.stage == 0:
-        if settings.dtype == "float32" and settings.clipping > 0:
+        if settings.dtype == "float32" and settings.clipping > 0:  # in half precision every rank has the whole norm
             yield Collective("all_reduce", 4, 1, "boundary", "gradient norm")
-        elif settings.dtype != "float32":
-            yield from ()
     elif settings.stage == 3:
         layout = plan_layout(parameters, settings.sharding)
         if settings.dtype == "float16":
@@ -263,11 +261,13 @@ def _module(parameters: Sequence[Parameter], members: Iterable[int]) -> str | No
 def _before_filling(parameters: Sequence[Parameter], order: Sequence[int], size: int) -> Iterator[list[int]]:
     """Buckets that are sent before the parameter that would not fit."""
     bucket: list[int] = []
+    filled = 0
     for i in order:
-        if bucket and sum(parameters[j].numel for j in bucket) + parameters[i].numel > size:
+        if bucket and filled + parameters[i].numel > size:
             yield bucket
-            bucket = []
+            bucket, filled = [], 0
         bucket.append(i)
+        filled += parameters[i].numel
     if bucket:
         yield bucket
 
@@ -275,10 +275,12 @@ def _before_filling(parameters: Sequence[Parameter], order: Sequence[int], size:
 def _after_filling(pieces: Sequence[tuple], size: int) -> Iterator[list[tuple]]:
     """Buckets that are sent with the piece that overfills them; a piece is (..., its elements)."""
     bucket: list[tuple] = []
+    filled = 0
     for piece in pieces:
         bucket.append(piece)
-        if sum(n for *_, n in bucket) > size:
+        filled += piece[-1]
+        if filled > size:
             yield bucket
-            bucket = []
+            bucket, filled = [], 0
     if bucket:
         yield bucket
