@@ -57,9 +57,7 @@ def gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, p
         forward = [Use(i, (i,), fetch) for i in range(len(parameters)) for fetch in (True, False)]
         back = [Use(i, (i,), fetch) for i in reversed(range(len(parameters))) for fetch in (True, False)]
         uses = [*forward, *back]
-    coordinator = _Coordinator(parameters, settings, persistent, uses)
-    coordinator.run()  # the first pass leaves behind what later ones find
-    return coordinator.run()
+    return _Coordinator(parameters, settings, persistent, uses).run()
 
 
 class _Coordinator:
@@ -80,7 +78,7 @@ class _Coordinator:
             self.passed.append(self.passed[-1] + sum(self.numel[i] for i in use.members))
 
     def run(self) -> list[tuple[int, ...]]:
-        """One micro-step."""
+        """One micro-step; it begins with everything cut up, for backward lets go of all at its end."""
         self.calls: list[tuple[int, ...]] = []
         self.in_flight: dict[int, tuple[int, ...]] = {}
         self.active: dict[int, set[int]] = {}
@@ -89,9 +87,6 @@ class _Coordinator:
         self.queue = deque((i, step) for step, use in enumerate(self.fetches) for i in use.members)
         for use in self.uses:
             self._fetch(use) if use.fetch else self._release(use)
-        for i in list(self.in_flight):  # fetched ahead and never asked for
-            self._land(i)
-            self._let_go(i)
         return self.calls
 
     def _gather(self, members: Sequence[int]) -> None:
