@@ -24,6 +24,7 @@ def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
     deepspeed = distributed.import_deepspeed()
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    distributed.compile_nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
