@@ -11,7 +11,7 @@ from engine.planning.partition import Sharding
 AGVM_BUCKET = 1 << 24  # elements, the default of `attach`
 # Settings of zero_optimization with which DeepSpeed sends something else.
 _UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "allgather_sequential",
-              "use_all_reduce_for_fetch_params", "mics_shard_size", "zenflow")
+              "use_all_reduce_for_fetch_params", "zenflow")
 
 
 @dataclass(frozen=True)
