@@ -144,12 +144,16 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: An
     if zero.get("offload_optimizer") or zero.get("offload_param"):
         print("engine  not built, because offloaded state needs real memory; the layout below is planned, not built")
         return
+    # At stage 0 in half precision DeepSpeed 0.19.8 takes a step with zero gradients, for which data would be needed.
+    optimizer.step = lambda closure=None: None
     try:
         with parameters_only():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config.deepspeed))
     except (AssertionError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"DeepSpeed does not accept this config ({reason})") from error
+        raise ConfigError(f"DeepSpeed does not accept this config ({_first_line(error)})") from error
+    except RuntimeError as error:  # an option of which DeepSpeed looks at the data
+        print(f"engine  cannot be built without storage ({_first_line(error)}); the layout below is planned, not built")
+        return
     try:
         built = layout_of(engine)
         if hasattr(optimizer, "attach"):
@@ -163,3 +167,7 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: An
     print(f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {built.rank} of "
           f"{built.world} on the meta device; its {len(built.fragments)} fragments "
           f"{'lie as planned' if planned is not None else 'were not planned'}", flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
