@@ -130,7 +130,7 @@ def _check_windows(optimizer: Any, schedule: Schedule) -> None:
                           f"{modulator.start_step}) but the run has {schedule.steps} steps: lengthen it, or lower "
                           "optimizer.params.tau or start_step")
     windows = (schedule.steps - first) // modulator.tau + 1
-    print(f"AGVM    {windows} windows, steps {first}, {first + modulator.tau}, ...; estimator {modulator.estimator}")
+    print(f"AGVM    windows: {windows}, from step {first} on, every {modulator.tau}; estimator {modulator.estimator}")
 
 
 def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: Any) -> None:

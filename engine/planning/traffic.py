@@ -175,8 +175,8 @@ def _weights(parameters: Sequence[Parameter], settings: CommunicationSettings,
                              _module(parameters, [i for i, p in enumerate(parameters) if p.group == group]))
     elif settings.stage == 3:
         persistent = persistent_parameters(parameters, settings)
-        for i in sorted(persistent):
-            if parameters[i].trained and parameters[i].numel:
+        for i in sorted(persistent):  # those that are not trained too: the step cuts everything up
+            if parameters[i].numel:
                 yield Collective("all_gather", size * _padded(parameters[i], settings.world), 1, "boundary", "weights",
                                  parameters[i].module)
         for members in gathered(parameters, settings, persistent, uses):
