@@ -26,6 +26,10 @@ def checkpoint_blocks(model: nn.Module, prefixes: Sequence[str]) -> int:
     return count
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    return isinstance(module.forward, _Recomputed)
+
+
 class _Recomputed:
     def __init__(self, block: nn.Module) -> None:
         self.block, self.plain = block, block.forward
