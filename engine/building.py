@@ -89,7 +89,7 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     rank = distributed.rank()
     with distributed.together():
         plan = solve_batch(config.deepspeed, distributed.world_size())
-        _check_supported(config, resume)
+        check_supported(config, resume)
         check_deepspeed({**config.deepspeed, **plan.as_keys()})
     with distributed.together():
         work_dir, checkpoint = open_work_dir(config, resume)
@@ -193,7 +193,7 @@ def check_deepspeed(settings: dict[str, Any]) -> None:
         raise ConfigError(f"DeepSpeed does not accept this config ({type(error).__name__}: {reason})") from None
 
 
-def _check_supported(config: RunConfig, resume: Resume | None) -> None:
+def check_supported(config: RunConfig, resume: Resume | None) -> None:
     stage = stage_of(config)
     zero = config.deepspeed.get("zero_optimization", {})
     if "nvme" in str(zero) and (config.run.checkpoint_interval != 0 or config.run.ema is not None or resume is not None):

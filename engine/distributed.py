@@ -70,17 +70,27 @@ def init_distributed(*, init_method: str | None = None, rank: int = -1, world_si
     deepspeed = import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a
-    # process killed meanwhile leaves a lock that hangs all later ones). Told that the op is incompatible it uses gloo.
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    compile_nothing()
     timeout = timedelta(minutes=timeout_minutes)
     deepspeed.init_distributed(init_method=init_method, rank=rank, world_size=world_size, timeout=timeout,
                                auto_mpi_discovery=False, verbose=False)
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(local_rank())
     _control_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def compile_nothing() -> None:
+    """Before DeepSpeed's process group is formed.
+
+    DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a process
+    killed meanwhile leaves a lock that hangs all later ones). Told that the op is incompatible it uses gloo.
+    """
+    deepspeed = import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
 
 
 def reset_distributed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,17 @@ def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Check
                 cut_records(path / name, path / name, last_step=0)
         return path, None
     return path, found
+
+
+def check_new_work_dir(config: RunConfig) -> Path:
+    """Where a new run would write; what `open_work_dir` would refuse is refused, and nothing is made."""
+    path = _default(config)
+    _refuse_used(path)
+    above = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        reason = "not writable" if above.is_dir() else "a file"
+        raise ConfigError(f"work dir {path} cannot be written: {above} is {reason}")
+    return path
 
 
 def _default(config: RunConfig) -> Path:

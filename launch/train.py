@@ -12,11 +12,15 @@ Go on with a run that was stopped, on as many ranks as before or not (docs/check
   deepspeed launch/train.py --resume work_dirs/RUN/checkpoints/step-000384 --work-dir work_dirs/another
   deepspeed launch/train.py --deepspeed_config my.json --work-dir work_dirs/mine --resume
 
+See what a run on many ranks would be, and what would stop it, without them and without a GPU (docs/dry_run.md):
+
+  python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480
+
 Exit codes: 0 done; 2 a mistake that the message explains; 75 stopped by SIGTERM or SIGUSR1 and saved, start again with
 --resume.
 """
 
-from launch.command import add_config_arguments, leave, parser, run_command
+from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command
 
 
 def main() -> None:
@@ -27,23 +31,63 @@ def main() -> None:
     arguments.add_argument("--resume", nargs="?", const="", metavar="DIR[/TAG]",
                            help="go on from the newest whole checkpoint of the work dir, or of DIR, or from the one named; "
                                 "with DIR the config may be left out: then it is the saved one")
+    arguments.add_argument("--dry-run", action="store_true",
+                           help="build the run as one rank of many without storage, print it, and say whether it would start")
+    arguments.add_argument("--world-size", type=int, metavar="N",
+                           help="with --dry-run, the number of ranks; default: the launcher's")
     options = arguments.parse_args()
+    if options.world_size is not None and not options.dry_run:
+        arguments.error("--world-size goes with --dry-run: a run has the ranks that its launcher starts")
+    if options.dry_run and options.resume is not None:
+        arguments.error("--dry-run is for a new run: leave --resume out")
     if options.deepspeed_config is None and not options.resume:
         arguments.error("--deepspeed_config is needed, or --resume with the folder of a run")
-    run_command(lambda: _train(options))
+    run_command(lambda: _dry_run(options) if options.dry_run else _train(options))
 
 
-def _train(options) -> None:
+def _overrides(options) -> list[str]:
     import json
-
-    from engine import distributed
-    from engine.config import load_config, solve_batch
 
     overrides = list(options.set)
     if options.work_dir:
         overrides.append(f"run.work_dir={json.dumps(options.work_dir)}")
     if options.load_from:
         overrides.append(f"detector.load_from={json.dumps(options.load_from)}")
+    return overrides
+
+
+def _dry_run(options) -> None:
+    import os
+
+    from engine.config import ConfigError, UserError, load_config, solve_batch
+
+    if os.environ["RANK"] != "0":  # a launcher may have started others
+        return
+    ranks = int(os.environ["WORLD_SIZE"]) if options.world_size is None else options.world_size
+    # From here on this is a process by itself.
+    os.environ.update(WORLD_SIZE="1", LOCAL_RANK="0")
+    try:
+        if ranks < 1:
+            raise ConfigError(f"--world-size must be at least 1, got {ranks}")
+        config = load_config(options.deepspeed_config, _overrides(options))
+        plan = solve_batch(config.deepspeed, ranks)
+
+        from engine.planning.dry_run import dry_run
+
+        failures = dry_run(config, plan)
+    except UserError as error:
+        failures = [" ".join(str(error).splitlines())]
+    for reason in failures[1:]:
+        print(f"later   {reason}")
+    print(f"verdict it would stop: {failures[0]}" if failures else f"verdict it would run on {ranks} ranks", flush=True)
+    leave(USER_ERROR if failures else 0)
+
+
+def _train(options) -> None:
+    from engine import distributed
+    from engine.config import load_config, solve_batch
+
+    overrides = _overrides(options)
     # Before the slow imports, so that a slip shows at once.
     if options.deepspeed_config is not None:
         config = load_config(options.deepspeed_config, overrides)

@@ -53,17 +53,11 @@ def model_uses(model: nn.Module) -> list[Use]:
 def gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
              uses: Sequence[Use] | None = None) -> list[tuple[int, ...]]:
     """The parameters of every all-gather of a micro-step, in order."""
-    coordinator = _Coordinator(parameters, settings, persistent, _uses(parameters, uses))
-    coordinator.run()  # the first pass leaves behind what later ones find
-    return coordinator.run()
-
-
-def _uses(parameters: Sequence[Parameter], uses: Sequence[Use] | None) -> Sequence[Use]:
-    if uses is not None:
-        return uses
-    forward = [Use(i, (i,), fetch) for i in range(len(parameters)) for fetch in (True, False)]
-    back = [Use(i, (i,), fetch) for i in reversed(range(len(parameters))) for fetch in (True, False)]
-    return [*forward, *back]
+    if uses is None:
+        forward = [Use(i, (i,), fetch) for i in range(len(parameters)) for fetch in (True, False)]
+        back = [Use(i, (i,), fetch) for i in reversed(range(len(parameters))) for fetch in (True, False)]
+        uses = [*forward, *back]
+    return _Coordinator(parameters, settings, persistent, uses).run()
 
 
 class _Coordinator:
@@ -75,7 +69,6 @@ class _Coordinator:
         self.settings, self.persistent, self.uses = settings, persistent, uses
         self.fetches = [use for use in uses if use.fetch]
         self.whole = set(persistent)
-        self.most = 0
         # The step at which each parameter is used next, from a step on, and elements passed until a step.
         self.occurrences: list[list[int]] = [[] for _ in parameters]
         self.passed = [0]
@@ -85,7 +78,7 @@ class _Coordinator:
             self.passed.append(self.passed[-1] + sum(self.numel[i] for i in use.members))
 
     def run(self) -> list[tuple[int, ...]]:
-        """One micro-step."""
+        """One micro-step; it begins with everything cut up, for backward lets go of all at its end."""
         self.calls: list[tuple[int, ...]] = []
         self.in_flight: dict[int, tuple[int, ...]] = {}
         self.active: dict[int, set[int]] = {}
@@ -94,9 +87,6 @@ class _Coordinator:
         self.queue = deque((i, step) for step, use in enumerate(self.fetches) for i in use.members)
         for use in self.uses:
             self._fetch(use) if use.fetch else self._release(use)
-        for i in list(self.in_flight):  # fetched ahead and never asked for
-            self._land(i)
-            self._let_go(i)
         return self.calls
 
     def _gather(self, members: Sequence[int]) -> None:
@@ -136,9 +126,6 @@ class _Coordinator:
                 ahead[i] = None
                 numel += self.numel[i]
         self._gather(list(ahead))
-        buffers = {handle for handle in self.in_flight.values()}
-        self.most = max(self.most, sum(self.numel[i] for i in self.whole - self.persistent)
-                        + sum(self.numel[i] for handle in buffers for i in handle))
         self.step += 1
 
     def _release(self, use: Use) -> None:
@@ -152,17 +139,3 @@ class _Coordinator:
         """Whether a parameter is used again before the reuse distance is passed."""
         again = next((step for step in self.occurrences[i] if step >= self.step), None)
         return again is not None and self.passed[again] - self.passed[self.step] < self.settings.max_reuse_distance
-
-
-def most_gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
-                  uses: Sequence[Use] | None = None) -> int:
-    """The most elements of gathered parameters that are there at a time, those that are always whole left out.
-
-    A parameter is copied out of the buffer that came, and that buffer stays as long as one of its parameters has not
-    been asked for: fetched far ahead, weights are there twice.
-    """
-    coordinator = _Coordinator(parameters, settings, persistent, _uses(parameters, uses))
-    coordinator.run()
-    coordinator.most = 0
-    coordinator.run()
-    return coordinator.most

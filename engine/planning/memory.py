@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from engine.planning.gathers import Use, most_gathered
+from engine.planning.gathered_memory import most_gathered
+from engine.planning.gathers import Use
 from engine.planning.partition import Parameter, PlannedFlat, plan_layout
 from engine.planning.settings import BYTES, CommunicationSettings, WindowSettings
 from engine.planning.step_trace import StepTrace
@@ -52,13 +53,13 @@ def optimizer_moments(kind: str, params: dict) -> int:
 
 def plan_memory(trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, *, moments: int,
                 window: WindowSettings | None = None, offload: str = "none", buffers: int = 0,
-                uses: Sequence[Use] | None = None) -> Memory:
+                uses: Sequence[Use] = ()) -> Memory:
     return _Plan(trace, parameters, settings, moments, window, offload, buffers, uses).memory()
 
 
 class _Plan:
     def __init__(self, trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, moments: int,
-                 window: WindowSettings | None, offload: str, buffers: int, uses: Sequence[Use] | None) -> None:
+                 window: WindowSettings | None, offload: str, buffers: int, uses: Sequence[Use]) -> None:
         self.trace, self.parameters, self.settings, self.moments = trace, parameters, settings, moments
         self.window, self.offload, self.buffers, self.uses = window, offload, buffers, uses
         self.size = BYTES[settings.dtype]
@@ -166,8 +167,6 @@ class _Plan:
             if elements + numel > s.reduce_bucket_size:
                 if s.stage == 2 and not several:
                     partition = self.size * self._gradient_elements()
-                if s.stage == 3:  # an uneven bucket is laid out anew before it is scattered
-                    peak = max(peak, self.trace.kept * 0 + waiting * 2)
                 waiting, elements = 0.0, 0
             if numel > s.reduce_bucket_size:
                 waiting = event.bytes

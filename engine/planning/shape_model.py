@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -26,21 +24,6 @@ class _NumbersStayReal(TorchFunctionMode):
         if function is torch.linspace:
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def pretend_world(world: int) -> Iterator[None]:
-    """Be rank 0 of `world` ranks whose collectives do nothing: batch norm over all ranks keeps other tensors than plain."""
-    if world == 1 or dist.is_initialized():
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def build_shape_model(config: RunConfig, classes: Classes) -> tuple[nn.Module, FakeTensorMode]:

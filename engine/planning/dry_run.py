@@ -1,0 +1,164 @@
+"""A run built as one rank of many, without the others, a GPU or memory: what it would be, and whether it would start.
+
+The checks are those of `engine/building.py`, in its order. What cannot be known because a check failed (the classes of
+annotations that are not there) is taken from the data set that the configs are written for, and said; so the first
+failure is told together with everything else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, TypeVar
+
+from torch import nn
+
+from engine.building import check_deepspeed, check_supported, resolve, stage_of
+from engine.config import BatchPlan, ConfigError, RunConfig, UserError
+from engine.data.coco import Classes
+from engine.data.order import GlobalBatches
+from engine.detector import describe
+from engine.optim.build import build_optimizer
+from engine.optim.schedule import Schedule, build_schedule
+from engine.planning.dry_report import say_layout, say_traffic
+from engine.planning.fake_ranks import fake_ranks, on_meta
+from engine.planning.gathers import model_uses
+from engine.planning.norms import synced_norms
+from engine.planning.partition import parameters_of, plan_layout
+from engine.planning.settings import communication_settings, window_settings
+from engine.planning.traffic import step_traffic
+from engine.task import task_of
+from engine.weights import WeightsError
+from engine.work_dir import check_new_work_dir
+
+T = TypeVar("T")
+# Of COCO (ADE20K for semantic, ImageNet for classification): training images, classes of objects, other classes.
+_USUAL = {"detection": (117266, 80, 0), "instance": (117266, 80, 0), "panoptic": (118287, 80, 53),
+          "semantic": (20210, 150, 0), "classification": (1281167, 1000, 0)}
+
+
+class Failures:
+    """What would stop the run, in the order in which it would."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        try:
+            return check(*args, **kwargs)
+        except UserError as error:
+            self.reasons.append(" ".join(str(error).splitlines()))
+            return None
+
+
+def dry_run(config: RunConfig, plan: BatchPlan) -> list[str]:
+    """Print what the run would be; returns what would stop it, the first thing first."""
+    failures = Failures()
+    failures.attempt(check_supported, config, None)
+    work_dir = failures.attempt(check_new_work_dir, config)
+    config = resolve(config, plan, work_dir or Path(config.run.work_dir or "work_dirs"))
+    classes, images = _data(config, failures)
+    failures.attempt(_check_weights, config)
+    print(f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
+          f"{plan.micro_batches} micro-batches an optimizer step", flush=True)
+    with fake_ranks(plan.world), on_meta():
+        failures.attempt(check_deepspeed, config.deepspeed)
+        model = failures.attempt(_model, config, classes)
+        if model is not None:
+            _build(config, plan, model, images, failures)
+    return failures.reasons
+
+
+def _data(config: RunConfig, failures: Failures) -> tuple[Classes, int]:
+    built = failures.attempt(task_of(config).build_data)
+    if built is not None:
+        train, val, classes = built
+        print(f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, {len(classes.all)} classes")
+        return classes, len(train.dataset)
+    images, things, stuff = _USUAL[config.data.task]
+    print(f"data    not read; as in the usual data set, {images} training images and {things + stuff} classes are assumed")
+    names = [f"class {k}" for k in range(1, things + stuff + 1)]
+    return Classes(tuple(names[:things]), tuple(names[things:]), tuple(range(1, things + stuff + 1))), images
+
+
+def _check_weights(config: RunConfig) -> None:
+    """That the file is there; whether it fits is seen when it is loaded."""
+    path = config.detector.load_from
+    if path is not None and not Path(path).exists():
+        raise WeightsError(f"weight file {path} does not exist")
+
+
+def _model(config: RunConfig, classes: Classes) -> nn.Module:
+    from engine.building import build_model
+
+    # Built whole, for it takes no memory here; partitioned from the start it has the same shards.
+    detector = config.detector.model_copy(update={"zero_init": False, "load_from": None})
+    return build_model(config.model_copy(update={"detector": detector}), classes, empty=True)
+
+
+def _build(config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, failures: Failures) -> None:
+    batches = GlobalBatches(size=images, batch=plan.total, seed=config.run.seed)
+    schedule = failures.attempt(build_schedule, config.schedule, batches.steps_per_epoch)
+    warmup = schedule.warmup_steps if schedule is not None else 0
+    optimizer = failures.attempt(build_optimizer, config.optimizer, model, warmup_steps=warmup)
+    print(f"model   {describe(model)}; ZeRO-{stage_of(config)}", flush=True)
+    if optimizer is None:
+        return
+    if schedule is not None:
+        print(f"length  {schedule.steps} steps, {schedule.steps_per_epoch} an epoch, {warmup} of warm-up")
+        failures.attempt(_check_windows, optimizer, schedule)
+    # Before DeepSpeed puts its own tensors into the groups.
+    parameters = parameters_of(model, optimizer.param_groups)
+    uses, norms = model_uses(model), synced_norms(model)
+    try:
+        settings = communication_settings(config.deepspeed, plan.world, plan.accumulation)
+    except (UserError, ValueError):  # told already: DeepSpeed does not read this config
+        return
+    layout = plan_layout(parameters, settings.sharding)
+    failures.attempt(_initialise, config, model, optimizer, layout)
+    say_layout(layout, settings)
+    window = window_settings(config.optimizer.type, config.optimizer.params)
+    say_traffic(step_traffic(parameters, settings, window=window, uses=uses, norms=norms), settings, window)
+
+
+def _check_windows(optimizer: Any, schedule: Schedule) -> None:
+    modulator = getattr(optimizer, "modulator", None)
+    if modulator is None:
+        return
+    first = (modulator.start_step // modulator.tau + 1) * modulator.tau
+    if first > schedule.steps:
+        raise ConfigError(f"AGVM's first window is step {first} (tau {modulator.tau}, after start_step "
+                          f"{modulator.start_step}) but the run has {schedule.steps} steps: lengthen it, or lower "
+                          "optimizer.params.tau or start_step")
+    windows = (schedule.steps - first) // modulator.tau + 1
+    print(f"AGVM    {windows} windows, steps {first}, {first + modulator.tau}, ...; estimator {modulator.estimator}")
+
+
+def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: Any) -> None:
+    """DeepSpeed's own engine on this rank, whose shards have to be where they were planned."""
+    import deepspeed
+
+    from engine.zero.layout import layout_of
+    from engine.zero.module_trace import parameters_only
+
+    zero = config.deepspeed.get("zero_optimization", {})
+    if zero.get("offload_optimizer") or zero.get("offload_param"):
+        print("engine  not built, because offloaded state needs real memory; the layout below is planned, not built")
+        return
+    try:
+        with parameters_only():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config.deepspeed))
+    except (AssertionError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"DeepSpeed does not accept this config ({reason})") from error
+    try:
+        built = layout_of(engine)
+        if hasattr(optimizer, "attach"):
+            size = config.optimizer.params.get("bucket_size")
+            optimizer.attach(engine, **({} if size is None else {"bucket_size": size}))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if built.fragments != planned.fragments:
+        raise ConfigError(f"DeepSpeed {deepspeed.__version__} lays out its shards in another way than "
+                          "engine/planning/partition.py: use deepspeed 0.19.x")
+    print(f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {planned.rank} of "
+          f"{planned.world} on the meta device; its {len(built.fragments)} fragments lie as planned", flush=True)

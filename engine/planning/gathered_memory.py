@@ -1,0 +1,30 @@
+"""How much of a model ZeRO-3 has whole at a time."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from engine.planning.gathers import Use, _Coordinator
+from engine.planning.partition import Parameter
+from engine.planning.settings import CommunicationSettings
+
+
+class _Weighed(_Coordinator):
+    most = 0
+
+    def _fetch(self, use: Use) -> None:
+        super()._fetch(use)
+        whole = sum(self.numel[i] for i in self.whole - self.persistent)
+        self.most = max(self.most, whole + sum(self.numel[i] for call in set(self.in_flight.values()) for i in call))
+
+
+def most_gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
+                  uses: Sequence[Use]) -> int:
+    """The most elements of gathered parameters that are there at a time, those that are always whole left out.
+
+    A parameter is copied out of the buffer that came, and that buffer stays as long as one of its parameters has not
+    been asked for: fetched far ahead, weights are there twice.
+    """
+    coordinator = _Weighed(parameters, settings, persistent, uses)
+    coordinator.run()
+    return coordinator.most

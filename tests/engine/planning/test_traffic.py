@@ -1,0 +1,155 @@
+"""Predicted collectives are those of real ranks, operation by operation, and those worked out by hand."""
+
+import inspect
+from collections import Counter
+
+import pytest
+from tiny_run import merged
+
+from benchmarks.traffic_against_measured import measured_and_predicted
+from engine.config.errors import ConfigError
+from engine.planning.partition import Parameter
+from engine.planning.settings import AGVM_BUCKET, WindowSettings, communication_settings, window_settings
+from engine.planning.traffic import SyncedNorm, sent_bytes, step_calls, step_sent, step_traffic
+
+SGD, ADAMW, PLAIN = "AGVMSGD", "AGVMAdamW", "SGD"
+SMALL_BUCKETS = {"reduce_bucket_size": 20000}
+# Parameters above 2000 elements travel, a little ahead of their use, and are let go where the way back is long.
+RESTLESS = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 20000,
+            "stage3_max_reuse_distance": 100000, "reduce_bucket_size": 30000, "sub_group_size": 20000}
+
+
+def case(world, stage, optimizer, *, dtype="fp32", K=1, estimator="halves", zero=(), **changes):
+    agvm = {"tau": 2, "start_step": 0, "bucket_size": 20000, "estimator": estimator} if optimizer != PLAIN else {}
+    half = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    return world, merged({
+        "train_batch_size": world * K, "zero_optimization": {"stage": stage, **dict(zero)}, **half,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3, **agvm}},
+        "schedule": {"steps": 4, "warmup_steps": 0, "decay": "constant"}, **changes})
+
+
+CASES = {
+    "stage 0": case(2, 0, SGD, gradient_clipping=1.0),
+    "stage 0, bf16, two micro-steps": case(2, 0, ADAMW, dtype="bf16", K=2),
+    "stage 1, bf16": case(2, 1, ADAMW, dtype="bf16"),
+    "stage 1, odd ranks, two micro-steps": case(3, 1, ADAMW, K=2, zero=SMALL_BUCKETS),
+    "stage 1, bf16 with fp32 sums": case(2, 1, ADAMW, dtype="bf16", data_types={"grad_accum_dtype": "fp32"}),
+    "stage 2": case(2, 2, SGD, K=2, estimator="replicas"),
+    "stage 2, bf16, odd ranks": case(3, 2, ADAMW, dtype="bf16", estimator="replicas", zero=SMALL_BUCKETS),
+    "stage 2, to the owners": case(4, 2, PLAIN, zero={**SMALL_BUCKETS, "use_multi_rank_bucket_allreduce": False}),
+    "stage 2, loose gradients": case(2, 2, PLAIN, zero={**SMALL_BUCKETS, "contiguous_gradients": False}),
+    "stage 3": case(2, 3, ADAMW, K=2),
+    "stage 3, bf16, odd ranks, restless": case(3, 3, ADAMW, dtype="bf16", K=2, zero=RESTLESS),
+    "synced batch norm, recomputed": case(
+        2, 2, PLAIN, detector={"sync_bn": True, "checkpoint_activations": ["backbone"], "options": {
+            "backbone.base_channels": 8, "backbone.norm_cfg": {"type": "BN"}, "neck.in_channels": [8, 16, 32, 64],
+            "neck.out_channels": 16, "bbox_head.in_channels": 16, "bbox_head.feat_channels": 16,
+            "bbox_head.stacked_convs": 1, "bbox_head.norm_cfg.num_groups": 4}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_is_measured_operation_by_operation(ranks, name):
+    world, content = CASES[name]
+    for steps in ranks.run(measured_and_predicted, world, content, True):
+        # The first step agrees on names; ZeRO-3 has learnt the model's order after the second.
+        first = 2 if content["zero_optimization"]["stage"] == 3 and content["train_batch_size"] == world else 1
+        for number, step in list(enumerate(steps, start=1))[first:]:
+            assert step.measured == step.predicted, number
+            assert step.window == (content["optimizer"]["type"] != PLAIN and number % 2 == 0)
+
+
+def test_the_order_of_gradients_need_not_be_known_for_the_bytes(ranks):
+    world, content = CASES["stage 3, bf16, odd ranks, restless"]
+    content = merged({"zero_optimization": {"stage3_max_reuse_distance": 10**9}}, content)
+    for step in ranks.run(measured_and_predicted, world, content)[0][1:]:
+        assert len(set(step.payload())) == 1
+
+
+MODEL = [Parameter("a", 10, "backbone", 0), Parameter("b", 3, "backbone", 1), Parameter("c", 7, "head", 2),
+         Parameter("frozen", 100, "backbone", None)]
+LOOP = Counter({("all_reduce", 4 * 5): 1, ("all_reduce", 8 * 4): 1})  # flags of three parameters; two losses
+
+
+def calls(deepspeed, world=4, K=1, model=MODEL, **options):
+    settings = communication_settings(deepspeed, world, K)
+    return step_calls(step_traffic(model, settings, losses=2, **options), K, window=True, first=False)
+
+
+def zero(stage, **settings):
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
+def test_a_step_by_hand():
+    bf16 = {"bf16": {"enabled": True}}
+    assert calls(zero(0)) == LOOP + Counter({("all_reduce", 80): 1})
+    assert calls({**zero(0), "gradient_clipping": 1.0}) == LOOP + Counter({("all_reduce", 80): 1, ("all_reduce", 4): 1})
+    # Groups of 10, 3 and 7 elements padded to 16, 8 and 8; one overflow flag, a norm for each group.
+    shards = Counter({("all_gather", 32): 1, ("all_gather", 16): 2, ("all_reduce", 1): 1, ("all_reduce", 4): 3})
+    assert calls({**zero(2), **bf16}) == LOOP + shards + Counter({("all_reduce", 40): 1})
+    # Two micro-steps: gradients and flags twice at stage 2, gradients once at stage 1.
+    twice = Counter({("all_reduce", 20): 1})
+    assert calls({**zero(2), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 2})
+    assert calls({**zero(1), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 1})
+    # Chunks of 3, 1 and 2, all small enough to stay whole: gathered after the step, one by one; fp64 norms.
+    assert calls({**zero(3), **bf16}) == LOOP + Counter({
+        ("reduce_scatter", 2 * 4 * 6): 1, ("all_gather", 24): 1, ("all_gather", 8): 1, ("all_gather", 16): 1,
+        ("all_reduce", 8): 3})
+
+
+def test_zero_3_gathers_what_does_not_stay():
+    away = zero(3, stage3_param_persistence_threshold=0)
+    reduced = LOOP + Counter({("reduce_scatter", 4 * 4 * 6): 1, ("all_reduce", 8): 3})
+    # The frozen one (100 elements, chunks of 25) too; ahead of time, so that the rest of the model is one call.
+    assert calls(away) == reduced + Counter({("all_gather", 4 * 12): 1, ("all_gather", 4 * (4 + 8 + 100)): 1})
+    # Without prefetching one by one, and twice where nothing is kept for the way back.
+    lone = {4 * 12: 1, 4 * 4: 1, 4 * 8: 1, 4 * 100: 1}
+    one_by_one = {**away["zero_optimization"], "stage3_prefetch_bucket_size": 0}
+    assert calls({"zero_optimization": one_by_one}) == reduced + Counter({("all_gather", n): 1 for n in lone})
+    restless = calls({"zero_optimization": {**one_by_one, "stage3_max_reuse_distance": 0}})
+    assert restless == reduced + Counter({("all_gather", n): 2 for n in lone})
+
+
+@pytest.mark.parametrize("stage, backend, expected", [
+    # Flat: the segments of each owner. Groups in pieces of 4, 2 and 2: 4 4 2 | 2 1 | 2 2 2 1, per owner 8 7 4 1.
+    (2, "nccl", {("reduce", 4 * n): 1 for n in (8, 7, 4, 1)}),
+    # Chunks: N rows of 3 + 1 + 2 elements.
+    (3, "nccl", {("reduce_scatter", 4 * 24): 1}),
+    (3, "gloo", {("reduce", 4 * 6): 4})])
+def test_a_window_by_hand(stage, backend, expected):
+    plain, window = (calls(zero(stage), window=w, backend=backend) for w in (None, WindowSettings("signed")))
+    assert window - plain == Counter({**expected, ("all_reduce", 8 * 9): 1, ("all_reduce", 8 * 6): 1})
+
+
+def test_the_signed_sum_is_reduced_once_where_ranks_are_even_and_keep_it():
+    def second_gradients(world, stage):
+        settings = communication_settings(zero(stage), world, 3)
+        return sum(c.calls * c.bytes for c in step_traffic(MODEL, settings, window=WindowSettings("signed"))
+                   if c.purpose == "second gradient")
+
+    assert second_gradients(4, 1) == 80 and second_gradients(3, 1) == second_gradients(4, 2) == 240
+
+
+def test_synced_norms_count_forward_and_backward():
+    norms = [SyncedNorm(5, "backbone", forward=2)]
+    assert calls(zero(0), norms=norms) - calls(zero(0)) == Counter(
+        {("all_reduce", 24): 2, ("all_reduce", 20): 2, ("all_reduce", 40): 1})
+
+
+def test_what_a_ring_sends():
+    assert sent_bytes("all_reduce", 100, 4) == 150 and sent_bytes("reduce_scatter", 100, 4) == 75
+    assert sent_bytes("all_gather", 100, 1) == sent_bytes("barrier", 100, 4) == 0
+    settings = communication_settings(zero(0), 4, 1)
+    assert step_sent(step_traffic(MODEL, settings), 1, 4) == 1.5 * (80 + 20 + 16)
+    assert step_traffic(MODEL, communication_settings(zero(2), 1, 1)) == []
+
+
+def test_settings_have_the_defaults_of_those_who_own_them():
+    from engine.optim import AGVMSGD
+
+    assert inspect.signature(AGVMSGD.attach).parameters["bucket_size"].default == AGVM_BUCKET
+    assert window_settings("AdamW", {}) is None and window_settings(ADAMW, {}).kind == "signed"
+    assert window_settings(SGD, {"estimator": "replicas", "bucket_size": 9}) == WindowSettings("norms", 9)
+    assert window_settings(ADAMW, {"estimator": "replicas"}).kind == "squared"
+    with pytest.raises(ConfigError, match="reduce_bucket_size"):
+        communication_settings(zero(2, reduce_bucket_size=-1), 2, 1)
