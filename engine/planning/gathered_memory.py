@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import NamedTuple, Sequence
 
 from engine.planning.gathers import Use, _Coordinator
 from engine.planning.partition import Parameter
 from engine.planning.settings import CommunicationSettings
 
 
+class Gathered(NamedTuple):
+    """Elements, in forward and in backward."""
+
+    forward: int
+    backward: int
+
+
 class _Weighed(_Coordinator):
-    most = 0
+    forward = backward = 0
+    is_forward = True
 
     def _fetch(self, use: Use) -> None:
         super()._fetch(use)
         whole = sum(self.numel[i] for i in self.whole - self.persistent)
-        self.most = max(self.most, whole + sum(self.numel[i] for call in set(self.in_flight.values()) for i in call))
+        now = whole + sum(self.numel[i] for call in set(self.in_flight.values()) for i in call)
+        if self.is_forward:
+            self.forward = max(self.forward, now)
+        else:
+            self.backward = max(self.backward, now)
+
+    def _release(self, use: Use) -> None:
+        super()._release(use)
+        self.is_forward &= use.module != self.uses[0].module  # the whole model has run
 
 
 def most_gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
-                  uses: Sequence[Use]) -> int:
+                  uses: Sequence[Use]) -> Gathered:
     """The most elements of gathered parameters that are there at a time, those that are always whole left out.
 
     A parameter is copied out of the buffer that came, and that buffer stays as long as one of its parameters has not
@@ -27,4 +43,4 @@ def most_gathered(parameters: Sequence[Parameter], settings: CommunicationSettin
     """
     coordinator = _Weighed(parameters, settings, persistent, uses)
     coordinator.run()
-    return coordinator.most
+    return Gathered(coordinator.forward, coordinator.backward)

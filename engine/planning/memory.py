@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from engine.planning.gathered_memory import most_gathered
+from engine.planning.gathered_memory import Gathered, most_gathered
 from engine.planning.gathers import Use
 from engine.planning.partition import Parameter, PlannedFlat, plan_layout
 from engine.planning.settings import BYTES, CommunicationSettings, WindowSettings
@@ -81,14 +81,14 @@ class _Plan:
 
     def memory(self) -> Memory:
         s, parts = self.settings, {}
-        gathered = 0.0
+        gathered = Gathered(0, 0)
         persistent = 0
         if s.stage == 3:
             kept = persistent_parameters(self.parameters, s)
             persistent = sum(self.parameters[i].numel for i in kept)
             frozen = sum(-(-p.numel // s.world) for p in self.parameters if not p.trained)
             parts["weights"] = self.size * (self.share + frozen + persistent)
-            gathered = self.size * most_gathered(self.parameters, s, kept, self.uses)
+            gathered = most_gathered(self.parameters, s, kept, self.uses)
         else:
             parts["weights"] = self.size * self.total
         parts["weights"] += self.buffers
@@ -97,7 +97,7 @@ class _Plan:
         parts["master weights"] = 4 * self.share if sharded or half else 0
         parts["moments"] = 4 * self.moments * self.share
         parts["gradients"] = self.size * self._gradient_elements()
-        parts["gathered weights"] = gathered
+        parts["gathered weights"] = self.size * max(gathered)
         parts["buckets"] = self._buckets()
         parts["AGVM window"] = self._window()
         parts["activations"] = self.trace.peak
@@ -111,7 +111,7 @@ class _Plan:
             if self.offload == "optimizer+parameters":
                 memory.host += self.size * self.share
                 parts["weights"] -= self.size * self.share
-        self._phases(memory)
+        self._phases(memory, gathered)
         return memory
 
     def _gradient_elements(self) -> float:
@@ -137,16 +137,16 @@ class _Plan:
         wide = self.window.kind == "squared" or self.settings.accumulation > 1
         return (4 if wide else self.size) * share + 2 * (4 if self.window.kind == "squared" else self.size) * bucket
 
-    def _phases(self, memory: Memory) -> None:
+    def _phases(self, memory: Memory, gathered: Gathered) -> None:
         s, parts, trace = self.settings, memory.parts, self.trace
         base = parts["weights"] + parts["master weights"] + parts["moments"]
         if s.stage == 3:
             base += parts["gradients"] + parts["buckets"]
         several = s.accumulation > 1 and s.stage < 3
         before = parts["gradients"] if several else 0.0  # of the micro-steps before
-        memory.phases["forward"] = base + before + trace.forward_peak + parts["gathered weights"]
-        memory.phases["backward"] = base + before + parts["AGVM window"] + self._backward(several) + (
-            parts["gathered weights"] if s.stage == 3 else 0.0)
+        memory.phases["forward"] = base + before + trace.forward_peak + self.size * gathered.forward
+        memory.phases["backward"] = (base + before + parts["AGVM window"] + self._backward(several)
+                                     + self.size * gathered.backward)
         held = 0.0 if s.stage == 3 else parts["gradients"]
         if s.stage == 0:
             memory.phases["reduction"] = base + held + self.size * min(self.trained, _FALLBACK_BUCKET)
