@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.config.errors import UserError
 from engine.config.schema import DataConfig
 
 # Width over height of COCO-like photographs and their shares, for data that is not at hand. [our estimate]
@@ -87,3 +88,14 @@ def _resized(data: DataConfig, aspects: np.ndarray, random: np.random.Generator)
 
 def _padded(side: np.ndarray) -> np.ndarray:
     return (np.ceil(np.round(side) / DIVISOR) * DIVISOR).astype(int)
+
+
+def parse_size(text: str | None) -> Size | None:
+    """1333x800 is 1333 wide and 800 high, padded as mmdet pads."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) >= 16 for part in parts):
+        raise UserError(f"--image-size is WIDTHxHEIGHT in pixels, at least 16 each, such as 1333x800, got {text!r}")
+    width, height = (int(_padded(np.array(int(part)))) for part in parts)
+    return Size(height, width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Sequence
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from engine.planning.partition import Parameter, parameters_of
 from engine.planning.settings import CommunicationSettings, communication_settings, window_settings
 from engine.planning.shape_model import build_shape_model
 from engine.planning.step_trace import StepTrace, trace_model
+from engine.planning.traffic import Collective, step_traffic
 
 BACKBONE = ["backbone"]  # what is recomputed where the config does not say
 
@@ -36,6 +37,7 @@ class Plan:
         self.data = known_data(config, images=images, classes=classes)
         self.sizes = ImageSizes(config.data, self.batch.micro, fixed=fixed_size)
         self._traces: dict[tuple, StepTrace] = {}
+        self._traffic: dict[CommunicationSettings, list[Collective]] = {}
         self.parameters: list[Parameter] = []
         self.uses: list[Use] = []
         self.buffers = 0
@@ -87,6 +89,13 @@ class Plan:
         if stage is not None:
             deepspeed["zero_optimization"] = {**deepspeed.get("zero_optimization", {}), "stage": stage}
         return communication_settings(deepspeed, self.world, self.batch.accumulation)
+
+    def traffic(self, settings: CommunicationSettings, order: Sequence[int]) -> list[Collective]:
+        """Every collective of a step and of a window, but those of batch norms, which are in the trace."""
+        if settings not in self._traffic:
+            window = window_settings(self.config.optimizer.type, self.config.optimizer.params)
+            self._traffic[settings] = step_traffic(self.parameters, settings, window=window, uses=self.uses, order=order)
+        return self._traffic[settings]
 
     def memory(self, stage: int | None = None, *, offload: str | None = None, recompute: bool | None = None,
                window: bool = True) -> Memory:
