@@ -41,14 +41,15 @@ class ImageSizes:
             if data.group_by_aspect:
                 aspects = np.where((aspects >= 1) == (aspects[:, :1] >= 1), aspects, 1 / aspects)
             heights, widths = _resized(data, aspects, random)
+        self._largest = fixed or _largest(data, mixed=micro > 1 and not data.group_by_aspect)
         self.heights, self.widths = _padded(heights.max(1)), _padded(widths.max(1))
         self.pixels = self.heights * self.widths
         self.images = micro
 
     @property
     def largest(self) -> Size:
-        place = int(self.pixels.argmax())
-        return Size(int(self.heights[place]), int(self.widths[place]))
+        """What has to fit: one image of the longest side each way, unless all images of a micro-batch lie alike."""
+        return self._largest
 
     @property
     def mean(self) -> Size:
@@ -62,6 +63,12 @@ class ImageSizes:
         draws = max(8, min(400, 200_000 // (world * accumulation)))
         picked = random.choice(self.pixels, (draws, world, accumulation))
         return float(picked.mean(2).max(1).mean())
+
+
+def _largest(data: DataConfig, *, mixed: bool) -> Size:
+    scales = data.train_scales or [data.scale]
+    long, short = max(max(scale) for scale in scales), max(min(scale) for scale in scales)
+    return Size(int(_padded(np.array(long if mixed else short))), int(_padded(np.array(long))))
 
 
 def _fixed_size(data: DataConfig) -> Size | None:

@@ -165,13 +165,13 @@ class _Plan:
                 held += 0.0 if several else event.bytes
                 continue
             if elements + numel > s.reduce_bucket_size:
-                if s.stage == 2 and not several:
+                if s.stage == 2 and elements and not several:  # the first reduction lays them out
                     partition = self.size * self._gradient_elements()
                 waiting, elements = 0.0, 0
             if numel > s.reduce_bucket_size:
                 waiting = event.bytes
             elements += numel
-        return max(peak, fixed + held + partition + self.trace.backward_tail)
+        return max(peak, fixed + held + partition + waiting + self.trace.backward_tail)
 
     def _step_temporaries(self) -> float:
         """The shard of the largest param group as fp32 gradients, and what the rule works with."""

@@ -51,7 +51,6 @@ def memory_table(found: list[Choice], hardware: Hardware, best: Choice | None) -
         memory = choice.memory
         offload = {"none": "-", "optimizer": "optimizer", "optimizer+parameters": "opt+param"}[memory.offload]
         cells = "".join(f"{memory.parts[part] / 1e9:9.2f}" for part in _PARTS)
-        # At a wide peak activations dominate: the part is that of this way of running.
         mark = "  <- recommended" if choice is best else "" if choice.fits else "  does not fit"
         lines.append(f"  {memory.stage:4d} {offload:10s} {'yes' if choice.recompute else 'no':>9s}{cells} "
                      f"{memory.peak / 1e9:8.2f} {memory.host / 1e9:6.1f} {choice.step.total:7.2f}{mark}")
@@ -74,8 +73,8 @@ def recommendation(plan: Plan, hardware: Hardware, best: Choice | None) -> str:
 
 def header(plan: Plan, hardware: Hardware) -> str:
     batch, sizes = plan.batch, plan.sizes
-    total = sum(p.numel for p in plan.parameters)
     trace = plan.trace(sizes.mean)
+    total = sum(p.numel for p in plan.parameters)
     return "\n".join([
         f"plan    {plan.config.name} on {plan.world} x {hardware.name} ({-(-plan.world // hardware.gpus_per_node)} nodes)",
         f"model   {plan.config.detector.config}, {total / 1e6:.1f}M parameters, {plan.dtype}",
