@@ -35,8 +35,10 @@ def choices(plan: Plan, hardware: Hardware) -> list[Choice]:
 
 
 def recommended(found: list[Choice]) -> Choice | None:
-    """The fastest that fits; of those within two hundredths of it, the one that needs the least memory."""
+    """The fastest that fits, offloading only where nothing else does; of those within two hundredths of it, the one that
+    needs the least memory."""
     fitting = [choice for choice in found if choice.fits]
+    fitting = [choice for choice in fitting if choice.memory.offload == OFFLOADS[0]] or fitting
     if not fitting:
         return None
     fastest = min(choice.step.total for choice in fitting)

@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.planning.live_bytes import LiveBytes
 
-SIZE, OBJECTS = 128, 8
+SIZE, OBJECTS = 128, 32  # as many objects as the tiny Mask R-CNN's sampler wants positives
 
 
 def _config(detector: str, task: str, **changes):
