@@ -19,6 +19,11 @@ from launch.command import add_config_arguments, parser, run_command
 
 
 def main() -> None:
+    options = arguments().parse_args()
+    run_command(lambda: plan_run(options))
+
+
+def arguments():
     arguments = parser(__doc__)
     add_config_arguments(arguments)
     arguments.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs in all")
@@ -35,13 +40,13 @@ def main() -> None:
     arguments.add_argument("--image-size", metavar="WxH", help="padded size of all images, instead of what the config gives")
     arguments.add_argument("--objects", type=int, default=7, metavar="N", help="objects in an image (default 7, COCO's mean)")
     arguments.add_argument("--out", metavar="DIR", help="write plan.json and scaling.png there")
-    options = arguments.parse_args()
-    run_command(lambda: _plan(options))
+    return arguments
 
 
-def _plan(options) -> None:
+def plan_run(options) -> None:
     from engine.config import UserError, load_config, solve_batch
     from engine.planning.hardware import find_hardware
+    from engine.planning.image_sizes import parse_size
 
     # What needs no import of a second, first.
     if options.world_size < 1:
@@ -53,7 +58,7 @@ def _plan(options) -> None:
         if options.nodes < 1 or options.world_size % options.nodes:
             raise UserError(f"--nodes must divide --world-size {options.world_size}, got {options.nodes}")
         changes.append(f"gpus_per_node={options.world_size // options.nodes}")
-    hardware = find_hardware(options.gpu, changes)
+    hardware, size = find_hardware(options.gpu, changes), parse_size(options.image_size)
     config = load_config(options.deepspeed_config, options.set)
     solve_batch(config.deepspeed, options.world_size)
 
@@ -62,13 +67,12 @@ def _plan(options) -> None:
     import_mmdet()
     from engine.planning import report
     from engine.planning.calibration import calibrate_from_run
-    from engine.planning.image_sizes import parse_size
     from engine.planning.plan import Plan
     from engine.planning.scaling import draw_scaling, scaling_points, scaling_table
     from engine.planning.time import calibrated, run_time
 
     plan = Plan(config, options.world_size, images=options.images, classes=options.classes, objects=options.objects,
-                fixed_size=parse_size(options.image_size))
+                fixed_size=size)
     if options.calibrate is not None:
         hardware = calibrate_from_run(options.calibrate, hardware)
     if options.measured_step is not None:
