@@ -12,7 +12,7 @@ from typing import Any, Callable, TypeVar
 
 from torch import nn
 
-from engine.building import check_deepspeed, check_supported, resolve, stage_of
+from engine.building import build_model, check_deepspeed, check_supported, resolve, stage_of
 from engine.config import BatchPlan, ConfigError, RunConfig, UserError
 from engine.data.coco import Classes
 from engine.data.order import GlobalBatches
@@ -52,20 +52,20 @@ class Failures:
 
 def dry_run(config: RunConfig, plan: BatchPlan) -> list[str]:
     """Print what the run would be; returns what would stop it, the first thing first."""
-    failures = Failures()
-    failures.attempt(check_supported, config, None)
-    work_dir = failures.attempt(check_new_work_dir, config)
+    first, then = Failures(), Failures()
+    first.attempt(check_supported, config, None)
+    work_dir = then.attempt(check_new_work_dir, config)
     config = resolve(config, plan, work_dir or Path(config.run.work_dir or "work_dirs"))
-    classes, images = _data(config, failures)
-    failures.attempt(_check_weights, config)
+    classes, images = _data(config, then)
     print(f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
           f"{plan.micro_batches} micro-batches an optimizer step", flush=True)
     with fake_ranks(plan.world), on_meta():
-        failures.attempt(check_deepspeed, config.deepspeed)
-        model = failures.attempt(_model, config, classes)
+        first.attempt(check_deepspeed, config.deepspeed)  # which wants to know the number of ranks
+        model = then.attempt(_model, config, classes)
+        then.attempt(_check_weights, config)
         if model is not None:
-            _build(config, plan, model, images, failures)
-    return failures.reasons
+            _build(config, plan, model, images, then)
+    return first.reasons + then.reasons
 
 
 def _data(config: RunConfig, failures: Failures) -> tuple[Classes, int]:
@@ -88,8 +88,6 @@ def _check_weights(config: RunConfig) -> None:
 
 
 def _model(config: RunConfig, classes: Classes) -> nn.Module:
-    from engine.building import build_model
-
     # Built whole, for it takes no memory here; partitioned from the start it has the same shards.
     detector = config.detector.model_copy(update={"zero_init": False, "load_from": None})
     return build_model(config.model_copy(update={"detector": detector}), classes, empty=True)
@@ -111,7 +109,9 @@ def _build(config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, fa
     uses, norms = model_uses(model), synced_norms(model)
     try:
         settings = communication_settings(config.deepspeed, plan.world, plan.accumulation)
-    except (UserError, ValueError):  # told already: DeepSpeed does not read this config
+    except (UserError, ValueError) as error:
+        print(f"traffic not planned: {error}")
+        failures.attempt(_initialise, config, model, optimizer, None)
         return
     layout = plan_layout(parameters, settings.sharding)
     failures.attempt(_initialise, config, model, optimizer, layout)
@@ -130,7 +130,7 @@ def _check_windows(optimizer: Any, schedule: Schedule) -> None:
                           f"{modulator.start_step}) but the run has {schedule.steps} steps: lengthen it, or lower "
                           "optimizer.params.tau or start_step")
     windows = (schedule.steps - first) // modulator.tau + 1
-    print(f"AGVM    {windows} windows, steps {first}, {first + modulator.tau}, ...; estimator {modulator.estimator}")
+    print(f"AGVM    windows: {windows}, from step {first} on, every {modulator.tau}; estimator {modulator.estimator}")
 
 
 def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: Any) -> None:
@@ -144,12 +144,16 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: An
     if zero.get("offload_optimizer") or zero.get("offload_param"):
         print("engine  not built, because offloaded state needs real memory; the layout below is planned, not built")
         return
+    # At stage 0 in half precision DeepSpeed 0.19.8 takes a step with zero gradients, for which data would be needed.
+    optimizer.step = lambda closure=None: None
     try:
         with parameters_only():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config.deepspeed))
     except (AssertionError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"DeepSpeed does not accept this config ({reason})") from error
+        raise ConfigError(f"DeepSpeed does not accept this config ({_first_line(error)})") from error
+    except RuntimeError as error:  # an option of which DeepSpeed looks at the data
+        print(f"engine  cannot be built without storage ({_first_line(error)}); the layout below is planned, not built")
+        return
     try:
         built = layout_of(engine)
         if hasattr(optimizer, "attach"):
@@ -157,8 +161,13 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: An
             optimizer.attach(engine, **({} if size is None else {"bucket_size": size}))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if built.fragments != planned.fragments:
+    if planned is not None and built.fragments != planned.fragments:
         raise ConfigError(f"DeepSpeed {deepspeed.__version__} lays out its shards in another way than "
                           "engine/planning/partition.py: use deepspeed 0.19.x")
-    print(f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {planned.rank} of "
-          f"{planned.world} on the meta device; its {len(built.fragments)} fragments lie as planned", flush=True)
+    print(f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {built.rank} of "
+          f"{built.world} on the meta device; its {len(built.fragments)} fragments "
+          f"{'lie as planned' if planned is not None else 'were not planned'}", flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

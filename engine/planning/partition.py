@@ -21,7 +21,7 @@ from engine.config.errors import ConfigError
 from engine.zero.layout import Flat, Fragment, Layout
 
 _START_ALIGNMENT = 2  # elements: DeepSpeed's nccl_start_alignment_factor
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Parameter(NamedTuple):
@@ -157,7 +157,7 @@ def plan_layout(parameters: Sequence[Parameter], sharding: Sharding, rank: int =
         if sharding.round_robin_gradients:
             members = [[i for first in range(min(sharding.world, len(group))) for i in group[first::sharding.world]]
                        for group in members]
-        size = _BYTES[sharding.dtype]
+        size = BYTES[sharding.dtype]
         alignment = 16 // math.gcd(16, size) if sharding.parameter_alignment else 1
         return PlannedFlat(parameters, sum(members, []), sharding.world, rank, alignment=alignment, stage=sharding.stage)
     return PlannedChunks(parameters, sum(members, []), sharding.world, rank, sharded=sharding.stage == 3,

@@ -61,8 +61,9 @@ class OrderRecorder:
         self.uses: list[Use] = []
         parameters = list(model_engine.module.parameters())
         places = {id(p): i for i, p in enumerate(parameters)}
-        self._handles = [p.register_hook(lambda _, i=i: self.order.append(i)) for i, p in enumerate(parameters)
-                         if p.requires_grad]
+        for i, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                parameter.register_hook(lambda _, i=i: self.order.append(i))
         offload = getattr(model_engine.optimizer, "parameter_offload", None)
         if offload is None:
             return

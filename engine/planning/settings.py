@@ -9,7 +9,9 @@ from engine.config.errors import ConfigError
 from engine.planning.partition import Sharding
 
 AGVM_BUCKET = 1 << 24  # elements, the default of `attach`
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Settings of zero_optimization with which DeepSpeed sends something else.
+_UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "allgather_sequential",
+              "use_all_reduce_for_fetch_params", "zenflow")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class CommunicationSettings:
     prefetch_bucket_size: int
     max_reuse_distance: int
     max_live_parameters: int
+    offload: bool  # of the optimizer
 
     @property
     def sharding(self) -> Sharding:
@@ -76,6 +79,9 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
                           f"({first['msg']})") from None
     bf16 = deepspeed.get("bf16", deepspeed.get("bfloat16", {}))
     half = "bfloat16" if bf16.get("enabled") else "float16" if deepspeed.get("fp16", {}).get("enabled") else "float32"
+    for name in _UNPLANNED:
+        if getattr(zero, name) != type(zero).model_fields[name].default:
+            raise ConfigError(f"what DeepSpeed sends with zero_optimization.{name} is not known here: leave it out to plan")
     stage = int(zero.stage)
     accumulated = deepspeed.get("data_types", {}).get("grad_accum_dtype")
     given = get_communication_data_type(dict(deepspeed))
@@ -94,7 +100,7 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
         persistence_threshold=int(zero.param_persistence_threshold),
         model_persistence_threshold=int(zero.model_persistence_threshold),
         prefetch_bucket_size=int(zero.prefetch_bucket_size), max_reuse_distance=int(zero.max_reuse_distance),
-        max_live_parameters=int(zero.max_live_parameters))
+        max_live_parameters=int(zero.max_live_parameters), offload=zero.offload_optimizer is not None)
 
 
 def _name(dtype: Any) -> str:

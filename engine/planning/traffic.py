@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Iterable, Iterator, Sequence
 
 from engine.planning.gathers import Use, gathered
-from engine.planning.partition import Parameter, PlannedFlat, plan_layout
-from engine.planning.settings import BYTES, CommunicationSettings, WindowSettings
+from engine.planning.partition import BYTES, Parameter, PlannedFlat, plan_layout
+from engine.planning.settings import CommunicationSettings, WindowSettings
 from engine.zero.buckets import make_plan
 
 _FALLBACK_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE, at stage 0
@@ -175,8 +175,8 @@ def _weights(parameters: Sequence[Parameter], settings: CommunicationSettings,
                              _module(parameters, [i for i, p in enumerate(parameters) if p.group == group]))
     elif settings.stage == 3:
         persistent = persistent_parameters(parameters, settings)
-        for i in sorted(persistent):
-            if parameters[i].trained and parameters[i].numel:
+        for i in sorted(persistent):  # those that are not trained too: the step cuts everything up
+            if parameters[i].numel:
                 yield Collective("all_gather", size * _padded(parameters[i], settings.world), 1, "boundary", "weights",
                                  parameters[i].module)
         for members in gathered(parameters, settings, persistent, uses):
@@ -203,7 +203,7 @@ def _norms_and_flags(parameters: Sequence[Parameter], settings: CommunicationSet
         layout = plan_layout(parameters, settings.sharding)
         if settings.dtype == "float16":
             yield Collective("all_reduce", 1, 1, "boundary", "overflow")
-        yield Collective("all_reduce", 8, layout.sub_groups, "boundary", "gradient norm")
+        yield Collective("all_reduce", 4 if settings.offload else 8, layout.sub_groups, "boundary", "gradient norm")
     elif not (settings.stage == 1 and settings.fp32_accumulation):
         if settings.check_overflow:
             yield Collective("all_reduce", 1, 1, "boundary", "overflow")

@@ -39,6 +39,7 @@ CASES = {
     "stage 2, to the owners": case(4, 2, PLAIN, zero={**SMALL_BUCKETS, "use_multi_rank_bucket_allreduce": False}),
     "stage 2, loose gradients": case(2, 2, PLAIN, zero={**SMALL_BUCKETS, "contiguous_gradients": False}),
     "stage 3": case(2, 3, ADAMW, K=2),
+    "stage 3, partly frozen": case(2, 3, PLAIN, detector={"frozen": ["backbone.conv1", "backbone.layer1"]}),
     "stage 3, bf16, odd ranks, restless": case(3, 3, ADAMW, dtype="bf16", K=2, zero=RESTLESS),
     "synced batch norm, recomputed": case(
         2, 2, PLAIN, detector={"sync_bn": True, "checkpoint_activations": ["backbone"], "options": {
@@ -91,10 +92,11 @@ def test_a_step_by_hand():
     twice = Counter({("all_reduce", 20): 1})
     assert calls({**zero(2), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 2})
     assert calls({**zero(1), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 1})
-    # Chunks of 3, 1 and 2, all small enough to stay whole: gathered after the step, one by one; fp64 norms.
+    # Chunks of 3, 1 and 2, all small enough to stay whole, as is the frozen one: gathered after the step, one by one;
+    # fp64 norms.
     assert calls({**zero(3), **bf16}) == LOOP + Counter({
         ("reduce_scatter", 2 * 4 * 6): 1, ("all_gather", 24): 1, ("all_gather", 8): 1, ("all_gather", 16): 1,
-        ("all_reduce", 8): 3})
+        ("all_gather", 200): 1, ("all_reduce", 8): 3})
 
 
 def test_zero_3_gathers_what_does_not_stay():
