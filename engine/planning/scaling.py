@@ -67,9 +67,11 @@ def draw_scaling(points: list[Point], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for batch in sorted({point.batch for point in points}):
+    batches = sorted({point.batch for point in points})
+    for place, batch in enumerate(batches):
         line = [point for point in points if point.batch == batch]
-        left.plot([p.world for p in line], [p.hours for p in line], "o-", markersize=3, label=f"batch {batch}")
+        left.plot([p.world for p in line], [p.hours for p in line], "o-", markersize=3, label=f"batch {batch}",
+                  color=plt.cm.viridis(place / len(batches)))
     best = [max((p for p in points if p.world == world), key=lambda p: p.images_per_second)
             for world in sorted({point.world for point in points})]
     right.plot([p.world for p in best], [p.images_per_second for p in best], "o-", markersize=3, label="planned")
@@ -77,6 +79,8 @@ def draw_scaling(points: list[Point], path: Path, title: str) -> None:
                color="grey", label="linear")
     for axes, name in ((left, "hours"), (right, "images a second, at the best batch")):
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel=name)
+        axes.set_xticks([p.world for p in best], [str(p.world) for p in best])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     figure.suptitle(title)
