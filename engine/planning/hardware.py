@@ -1,0 +1,108 @@
+"""A card and the machine around it in a few numbers, all of which can be changed or measured.
+
+Peaks, memory and its bandwidth are the makers' figures for the SXM cards; fp32 on Ampere and later is TF32, as torch computes
+convolutions there. Bandwidths are for one direction. `efficiency` is the share of peak and of memory bandwidth that a
+detector in eager PyTorch reaches: it is the number that a measured step replaces (`--measured-step`, `--calibrate`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Sequence
+
+from engine.config.errors import UserError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    name: str
+    memory: float  # bytes of a card
+    reserved: float = 1.5e9  # bytes of it that the driver, the libraries and NCCL take
+    fragmentation: float = 0.06  # share of what is used that the allocator and kernels' workspaces add
+    float32: float  # FLOP/s
+    bfloat16: float
+    float16: float
+    memory_bandwidth: float  # byte/s
+    efficiency: float = 0.35
+    launch: float = 1.2e-5  # seconds that an operator takes at least
+    gpus_per_node: int = 8
+    intra_bandwidth: float  # byte/s from a card to its neighbours in the node
+    inter_bandwidth: float  # byte/s of a card's share of the network
+    latency: float = 1.5e-5  # seconds of a collective for each doubling of the ranks
+    host_bandwidth: float = 2.0e10  # byte/s between card and host, for offloading
+    disk: float = 2.0e9  # byte/s that all ranks write together
+
+    def peak(self, dtype: str) -> float:
+        return getattr(self, dtype) if dtype in ("float32", "bfloat16", "float16") else self.float32
+
+    def usable(self) -> float:
+        """Bytes of live tensors that fit."""
+        return (self.memory - self.reserved) / (1 + self.fragmentation)
+
+    def bus(self, world: int) -> float:
+        """Bytes a second that a rank sends in a ring over `world` ranks.
+
+        Inside a node by its own links; beyond, rings share all network cards of the node.
+        """
+        if world <= self.gpus_per_node:
+            return self.intra_bandwidth
+        return min(self.intra_bandwidth, self.inter_bandwidth * self.gpus_per_node)
+
+
+CARDS = {card.name: card for card in (
+    Hardware(name="a100-80g", memory=80e9, float32=156e12, bfloat16=312e12, float16=312e12, memory_bandwidth=2.039e12,
+             intra_bandwidth=240e9, inter_bandwidth=25e9),
+    Hardware(name="a100-40g", memory=40e9, float32=156e12, bfloat16=312e12, float16=312e12, memory_bandwidth=1.555e12,
+             intra_bandwidth=240e9, inter_bandwidth=25e9),
+    Hardware(name="h100-80g", memory=80e9, float32=494e12, bfloat16=989e12, float16=989e12, memory_bandwidth=3.35e12,
+             intra_bandwidth=360e9, inter_bandwidth=50e9),
+    # No bf16 arithmetic: it is computed in fp32.
+    Hardware(name="v100-32g", memory=32e9, float32=15.7e12, bfloat16=15.7e12, float16=125e12, memory_bandwidth=0.9e12,
+             intra_bandwidth=120e9, inter_bandwidth=12.5e9),
+    # A core of a server CPU without bf16 arithmetic as one rank: for plans of tests and demos.
+    Hardware(name="cpu-core", memory=12e9, reserved=1.0e9, float32=60e9, bfloat16=20e9, float16=20e9,
+             memory_bandwidth=10e9, launch=2e-5, gpus_per_node=64, intra_bandwidth=1.5e9, inter_bandwidth=1e9,
+             latency=2e-4, host_bandwidth=10e9, disk=2e8),
+)}
+
+
+def find_hardware(name: str, changes: Sequence[str] = ()) -> Hardware:
+    """A card by name, or a JSON file of the fields (with "base" to change a known one); then KEY=NUMBER changes."""
+    if name in CARDS:
+        hardware = CARDS[name]
+    elif Path(name).is_file():
+        hardware = _from_file(Path(name))
+    else:
+        raise UserError(f'there is no card "{name}"{nearest(name, CARDS)}: give one of {", ".join(CARDS)}, or a JSON file')
+    for change in changes:
+        key, _, text = change.partition("=")
+        hardware = _changed(hardware, {key: text}, f"--set-hardware {change}")
+    return hardware
+
+
+def _from_file(path: Path) -> Hardware:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict) or values.get("base") not in CARDS:
+        raise UserError(f'{path} must be a JSON object with "base", one of {", ".join(CARDS)}, and the fields that differ')
+    base = CARDS[values.pop("base")]
+    return _changed(replace(base, name=str(values.pop("name", path.stem))), values, str(path))
+
+
+def _changed(hardware: Hardware, values: dict[str, Any], source: str) -> Hardware:
+    known = [field.name for field in fields(Hardware) if field.name != "name"]
+    for key, value in values.items():
+        if key not in known:
+            raise UserError(f'{source}: "{key}" is no number of a card{nearest(key, known)}: they are {", ".join(known)}')
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not 0 <= number < float("inf") or (number == 0 and key not in ("reserved", "fragmentation", "latency", "launch")):
+            raise UserError(f"{source}: {key} must be a positive number, got {value!r}")
+        hardware = replace(hardware, **{key: int(number) if key == "gpus_per_node" else number})
+    return hardware

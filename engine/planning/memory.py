@@ -1,0 +1,188 @@
+"""Memory of one GPU, from a traced micro-step and DeepSpeed's rules for where weights, gradients and moments live.
+
+Read off DeepSpeed 0.19.8 and compared with real ranks (benchmarks/plan_against_measured.py). N ranks, T trained elements:
+
+    stage   weights      master       moments      gradients
+    0       all          (half: T)    T            T, once more in one flat tensor while they are reduced
+    1       all, flat    T / N        T / N        T
+    2       all, flat    T / N        T / N        of the parameters that touch this rank's partition
+    3       T / N        T / N        T / N        T / N, and whole parameters while they are used
+
+The peak is the highest of forward, backward (replayed gradient by gradient), reduction and optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Sequence
+
+from engine.planning.gathered_memory import Gathered, most_gathered
+from engine.planning.gathers import Use
+from engine.planning.partition import Parameter, PlannedFlat, plan_layout
+from engine.planning.settings import BYTES, CommunicationSettings, WindowSettings
+from engine.planning.step_trace import StepTrace
+from engine.planning.traffic import persistent_parameters
+
+OFFLOADS = ("none", "optimizer", "optimizer+parameters")
+_FALLBACK_BUCKET = 500_000_000  # elements that stage 0 reduces at a time
+_RULE_BATCH = 1 << 22  # elements that our update rules work on at a time (engine/optim)
+_RULE_TEMPORARIES = 2
+
+
+@dataclass
+class Memory:
+    """Bytes on one GPU; `host` is what offloading puts into the host's memory for each rank."""
+
+    stage: int
+    offload: str
+    parts: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    host: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values())
+
+
+def optimizer_moments(kind: str, params: dict) -> int:
+    """Tensors of a parameter's size that the rule keeps."""
+    if "SGD" in kind:
+        return int(bool(params.get("momentum", 0.9 if kind == "AGVMSGD" else 0)))
+    return 1 if kind in ("Adagrad", "RMSprop") else 2
+
+
+def plan_memory(trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, *, moments: int,
+                window: WindowSettings | None = None, offload: str = "none", buffers: int = 0,
+                uses: Sequence[Use] = ()) -> Memory:
+    return _Plan(trace, parameters, settings, moments, window, offload, buffers, uses).memory()
+
+
+class _Plan:
+    def __init__(self, trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, moments: int,
+                 window: WindowSettings | None, offload: str, buffers: int, uses: Sequence[Use]) -> None:
+        self.trace, self.parameters, self.settings, self.moments = trace, parameters, settings, moments
+        self.window, self.offload, self.buffers, self.uses = window, offload, buffers, uses
+        self.size = BYTES[settings.dtype]
+        self.trained = sum(p.numel for p in parameters if p.trained)
+        self.total = sum(p.numel for p in parameters)
+        self.layout = plan_layout(parameters, settings.sharding)
+        if settings.stage in (1, 2):
+            self.share = sum(self.layout.sizes)
+            self.largest_group = max(self.layout.sizes)
+        elif settings.stage == 3:
+            chunks = [self.layout.chunk(i) for i in range(len(self.layout.parameters))]
+            self.share = sum(chunks)
+            by_shard: dict[int, int] = {}
+            for (shard, _), chunk in zip(self.layout.homes, chunks):
+                by_shard[shard] = by_shard.get(shard, 0) + chunk
+            self.largest_group = max(by_shard.values())
+        else:
+            self.share = self.largest_group = self.trained
+
+    def memory(self) -> Memory:
+        s, parts = self.settings, {}
+        gathered = Gathered(0, 0)
+        persistent = 0
+        if s.stage == 3:
+            kept = persistent_parameters(self.parameters, s)
+            persistent = sum(self.parameters[i].numel for i in kept)
+            frozen = sum(-(-p.numel // s.world) for p in self.parameters if not p.trained)
+            parts["weights"] = self.size * (self.share + frozen + persistent)
+            gathered = most_gathered(self.parameters, s, kept, self.uses)
+        else:
+            parts["weights"] = self.size * self.total
+        parts["weights"] += self.buffers
+        sharded = s.stage > 0
+        half = s.dtype != "float32"
+        parts["master weights"] = 4 * self.share if sharded or half else 0
+        parts["moments"] = 4 * self.moments * self.share
+        parts["gradients"] = self.size * self._gradient_elements()
+        parts["gathered weights"] = self.size * max(gathered)
+        parts["buckets"] = self._buckets()
+        parts["AGVM window"] = self._window()
+        parts["activations"] = self.trace.peak
+        memory = Memory(s.stage, self.offload, parts)
+        if self.offload != "none":
+            moved = parts["master weights"] + parts["moments"] + 4 * self.share
+            parts["master weights"] = parts["moments"] = 0.0
+            if s.stage == 3:
+                parts["gradients"] = 0.0
+            memory.host = moved
+            if self.offload == "optimizer+parameters":
+                memory.host += self.size * self.share
+                parts["weights"] -= self.size * self.share
+        self._phases(memory, gathered)
+        return memory
+
+    def _gradient_elements(self) -> float:
+        """Elements of gradients that stay until the step."""
+        if self.settings.stage < 2:
+            return self.trained
+        if self.settings.stage == 3:
+            return self.share
+        return max(_touching(self.layout))
+
+    def _buckets(self) -> float:
+        s = self.settings
+        if s.stage == 0:
+            return 0.0
+        # Two on devices that reduce on a stream of their own.
+        return self.size * s.reduce_bucket_size * (2 if s.overlap_comm and s.stage < 3 else 1)
+
+    def _window(self) -> float:
+        if self.window is None or self.window.kind == "norms":
+            return 0.0
+        share = self.share if self.settings.stage else -(-self.trained // self.settings.world)
+        bucket = min(self.window.bucket_size, self.trained)
+        wide = self.window.kind == "squared" or self.settings.accumulation > 1
+        return (4 if wide else self.size) * share + 2 * (4 if self.window.kind == "squared" else self.size) * bucket
+
+    def _phases(self, memory: Memory, gathered: Gathered) -> None:
+        s, parts, trace = self.settings, memory.parts, self.trace
+        base = parts["weights"] + parts["master weights"] + parts["moments"]
+        if s.stage == 3:
+            base += parts["gradients"] + parts["buckets"]
+        several = s.accumulation > 1 and s.stage < 3
+        before = parts["gradients"] if several else 0.0  # of the micro-steps before
+        memory.phases["forward"] = base + before + trace.forward_peak + self.size * gathered.forward
+        memory.phases["backward"] = (base + before + parts["AGVM window"] + self._backward(several)
+                                     + self.size * gathered.backward)
+        held = 0.0 if s.stage == 3 else parts["gradients"]
+        if s.stage == 0:
+            memory.phases["reduction"] = base + held + self.size * min(self.trained, _FALLBACK_BUCKET)
+        device_step = self.offload == "none"
+        memory.phases["step"] = base + held + (self._step_temporaries() if device_step else 0.0)
+
+    def _backward(self, several: bool) -> float:
+        """The highest of activations, buckets and gradients over backward, beyond what is always there."""
+        s, peak, held = self.settings, 0.0, 0.0
+        fixed = self._buckets() if s.stage in (1, 2) else 0.0
+        waiting, elements, partition = 0.0, 0, 0.0
+        for event in self.trace.gradients:
+            peak = max(peak, fixed + held + partition + waiting + event.peak)
+            numel = self.parameters[event.parameter].numel
+            if s.stage < 2:
+                held += 0.0 if several else event.bytes
+                continue
+            if elements + numel > s.reduce_bucket_size:
+                if s.stage == 2 and elements and not several:  # the first reduction lays them out
+                    partition = self.size * self._gradient_elements()
+                waiting, elements = 0.0, 0
+            if numel > s.reduce_bucket_size:
+                waiting = event.bytes
+            elements += numel
+        return max(peak, fixed + held + partition + waiting + self.trace.backward_tail)
+
+    def _step_temporaries(self) -> float:
+        """The shard of the largest param group as fp32 gradients, and what the rule works with."""
+        flat = 4 * self.largest_group if self.settings.stage or self.settings.dtype != "float32" else 0
+        return flat + 4 * _RULE_TEMPORARIES * min(self.largest_group, _RULE_BATCH)
+
+
+def _touching(layout: PlannedFlat) -> list[int]:
+    """Elements of all parameters that lie on each rank at least in part: ZeRO-2 keeps their reduced gradients whole."""
+    held = [0] * layout.world
+    for i in range(len(layout.parameters)):
+        for rank, _, _ in layout.ranges(i):
+            held[rank] += layout.numel(i)
+    return held

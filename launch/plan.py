@@ -1,0 +1,106 @@
+"""How much memory a run needs, how long it takes and whether it fits, before it is paid for. No GPU is needed.
+
+  python launch/plan.py --deepspeed_config paper/uninet_g_htcx_agvm_adamw_960 --world-size 480
+  python launch/plan.py --deepspeed_config my.json --world-size 64 --gpu h100-80g --out plans/mine
+  python launch/plan.py --deepspeed_config my.json --world-size 8 --images 50000 --classes 12 --image-size 1333x800
+
+The model is built as shapes and one real micro-step is traced on them: what is alive when, and every operation. From that
+come the memory of ZeRO 0 to 3 and of offloading, the step, the run, and the curve from 8 to 1024 GPUs. The card is a few
+numbers; change them, or let a measured step set the one that nobody knows, the share of the peak that is reached:
+
+  ... --set-hardware efficiency=0.3 --set-hardware inter_bandwidth=12.5e9
+  ... --measured-step 0.42                  a step of this very config on this number of GPUs took so long
+  ... --calibrate work_dirs/RUN             from the records of a run made on such a card, of any config
+
+docs/planning.md has what is assumed, and predictions beside measurements.
+"""
+
+from launch.command import add_config_arguments, parser, run_command
+
+
+def main() -> None:
+    options = arguments().parse_args()
+    run_command(lambda: plan_run(options))
+
+
+def arguments():
+    arguments = parser(__doc__)
+    add_config_arguments(arguments)
+    arguments.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs in all")
+    arguments.add_argument("--gpu", default="a100-80g", metavar="CARD",
+                           help="a100-80g (default), a100-40g, h100-80g, v100-32g, cpu-core, or a JSON file with \"base\" "
+                                "and the numbers that differ")
+    arguments.add_argument("--nodes", type=int, metavar="N", help="machines that hold them (default: the card's usual 8 each)")
+    arguments.add_argument("--set-hardware", action="append", default=[], metavar="KEY=NUMBER",
+                           help="change a number of the card (engine/planning/hardware.py names them); may be repeated")
+    arguments.add_argument("--measured-step", type=float, metavar="SECONDS", help="what a step of this plan really took")
+    arguments.add_argument("--calibrate", metavar="WORK_DIR", help="a run on such a card, whose steps are taken instead")
+    arguments.add_argument("--images", type=int, metavar="N", help="training images, where the data is not on this machine")
+    arguments.add_argument("--classes", type=int, metavar="N", help="classes, likewise")
+    arguments.add_argument("--image-size", metavar="WxH", help="padded size of all images, instead of what the config gives")
+    arguments.add_argument("--objects", type=int, default=7, metavar="N", help="objects in an image (default 7, COCO's mean)")
+    arguments.add_argument("--out", metavar="DIR", help="write plan.json and scaling.png there")
+    return arguments
+
+
+def plan_run(options) -> None:
+    from engine.config import UserError, load_config, solve_batch
+    from engine.planning.hardware import find_hardware
+    from engine.planning.image_sizes import parse_size
+
+    # What needs no import of a second, first.
+    if options.world_size < 1:
+        raise UserError(f"--world-size must be a whole number >= 1, got {options.world_size}")
+    if options.measured_step is not None and options.calibrate is not None:
+        raise UserError("--measured-step and --calibrate both say how fast the card is: give one")
+    changes = list(options.set_hardware)
+    if options.nodes is not None:
+        if options.nodes < 1 or options.world_size % options.nodes:
+            raise UserError(f"--nodes must divide --world-size {options.world_size}, got {options.nodes}")
+        changes.append(f"gpus_per_node={options.world_size // options.nodes}")
+    hardware, size = find_hardware(options.gpu, changes), parse_size(options.image_size)
+    config = load_config(options.deepspeed_config, options.set)
+    solve_batch(config.deepspeed, options.world_size)
+
+    from engine.mmdet_setup import import_mmdet
+
+    import_mmdet()
+    from engine.planning import report
+    from engine.planning.calibration import calibrate_from_run
+    from engine.planning.plan import Plan
+    from engine.planning.scaling import draw_scaling, scaling_points, scaling_table
+    from engine.planning.time import calibrated, run_time
+
+    plan = Plan(config, options.world_size, images=options.images, classes=options.classes, objects=options.objects,
+                fixed_size=size)
+    if options.calibrate is not None:
+        hardware = calibrate_from_run(options.calibrate, hardware)
+    if options.measured_step is not None:
+        hardware = calibrated(plan, hardware, options.measured_step)
+    print(report.header(plan, hardware), flush=True)
+    found = report.choices(plan, hardware)
+    best = report.recommended(found)
+    print(f"\n{report.memory_table(found, hardware, best)}\n{report.recommendation(plan, hardware, best)}\n", flush=True)
+    time = run_time(plan, hardware)
+    print(report.time_text(time, hardware), flush=True)
+    points = scaling_points(plan, hardware)
+    if points:
+        print(f"\n{scaling_table(points)}", flush=True)
+    if options.out:
+        from pathlib import Path
+
+        from engine.monitoring.records import write_json
+
+        folder = Path(options.out)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "plan.json", report.as_json(plan, hardware, found, best, time, points), indent=2)
+        except OSError as error:
+            raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
+        if points:
+            draw_scaling(points, folder / "scaling.png", f"{config.name} on {hardware.name}")
+        print(f"\nwritten to {folder}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

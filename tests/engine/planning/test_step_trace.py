@@ -1,0 +1,104 @@
+"""A micro-step on shapes has the live bytes of the real one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.planning.live_bytes import LiveBytes
+
+SIZE, OBJECTS = 128, 32  # as many objects as the tiny Mask R-CNN's sampler wants positives
+
+
+def _config(detector: str, task: str, **changes):
+    from engine.config import parse_config
+
+    return parse_config({"train_batch_size": 1, "detector": {"config": detector, **changes},
+                         "data": {"task": task, "dataset": "shapes"}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                         "schedule": {"steps": 1}})
+
+
+def test_live_bytes_follow_a_storage_to_its_end():
+    with LiveBytes() as live:
+        a = torch.zeros(100)
+        b = a[10:] + 1  # a view is no storage of its own
+        assert live.live == 400 + 360
+        del a
+        assert live.live == 360
+        assert live.restart_peak() == 760 and live.peak == 360
+        del b
+    assert live.live == 0
+
+
+def test_a_linear_chain_keeps_what_backward_needs():
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+    with LiveBytes(ignored=model.parameters()) as live:
+        x = torch.zeros(8, 10)
+        y = model(x).sum()
+        assert live.live == 4 * (80 + 160 + 1)  # the input, ReLU's output, the sum; ReLU works on what it is given
+        del y
+
+
+def _real_peak(config, classes, samples) -> int:
+    """Forward and backward of real tensors, gradients let go as the trace lets them go."""
+    from engine.building import build_model
+
+    model = build_model(config, classes)
+    with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as live:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        images = torch.randn(1, 3, SIZE, SIZE)
+        model.parse_losses(model.loss(images, samples))[0].backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("detector, task, changes", [
+    ("tiny_retinanet", "detection", {}),
+    ("tiny_mask_rcnn", "instance", {}),
+    ("tiny_semantic_fpn", "semantic", {}),
+    ("tiny_retinanet", "detection", {"checkpoint_activations": ["backbone"]}),
+])
+def test_the_traced_peak_is_the_real_one(detector, task, changes):
+    from engine.mmdet_setup import import_mmdet
+    from engine.planning.ground_truth import ground_truth
+    from engine.planning.known_data import known_data, planned_classes
+    from engine.planning.step_trace import trace_step
+
+    import_mmdet()
+    config = _config(detector, task, **changes)
+    classes = planned_classes(known_data(config))
+    samples = ground_truth(config.data, classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
+    trace = trace_step(config, classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
+    # A real RPN proposes other regions than the planned ones, so samplers take a few others.
+    assert trace.peak == pytest.approx(_real_peak(config, classes, samples), rel=0.05)
+    assert trace.kept <= trace.forward_peak <= trace.peak
+    assert len(trace.gradients) == len({event.parameter for event in trace.gradients})
+
+
+def test_flops_of_a_convolution_are_counted_forward_and_backward():
+    from engine.planning.operator_cost import operator_cost
+
+    x, w = torch.zeros(2, 3, 8, 8), torch.zeros(5, 3, 3, 3)
+    y = torch.nn.functional.conv2d(x, w, padding=1)
+    arguments = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    flops, size, dtype = operator_cost(torch.ops.aten.convolution.default, arguments, {}, y)
+    assert flops == 2 * 2 * 5 * 8 * 8 * 3 * 9
+    assert size == 4 * (x.numel() + w.numel() + y.numel())
+    assert dtype == "float32"
+    assert operator_cost(torch.ops.aten.view.default, (x, [-1]), {}, x.view(-1)) is None
+
+
+def test_recomputation_costs_a_second_forward_and_keeps_less():
+    from engine.mmdet_setup import import_mmdet
+    from engine.planning.known_data import known_data, planned_classes
+    from engine.planning.step_trace import trace_step
+
+    import_mmdet()
+    plain, again = (_config("tiny_retinanet", "detection", checkpoint_activations=names) for names in ([], ["backbone"]))
+    classes = planned_classes(known_data(plain))
+    sizes = dict(micro=1, height=SIZE, width=SIZE)
+    plain, again = trace_step(plain, classes, **sizes), trace_step(again, classes, **sizes)
+    assert again.kept < plain.kept
+    assert again.forward_flops == plain.forward_flops
+    assert plain.backward_flops < again.backward_flops <= plain.backward_flops + plain.forward_flops
