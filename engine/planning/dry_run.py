@@ -24,7 +24,7 @@ from engine.planning.fake_ranks import fake_ranks, on_meta
 from engine.planning.gathers import model_uses
 from engine.planning.norms import synced_norms
 from engine.planning.partition import parameters_of, plan_layout
-from engine.planning.settings import communication_settings, window_settings
+from engine.planning.settings import communication_settings, layer_numbers, refuse_sam, window_settings
 from engine.planning.traffic import step_traffic
 from engine.task import task_of
 from engine.weights import WeightsError
@@ -108,6 +108,7 @@ def _build(config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, fa
     parameters = parameters_of(model, optimizer.param_groups)
     uses, norms = model_uses(model), synced_norms(model)
     try:
+        refuse_sam(config)
         settings = communication_settings(config.deepspeed, plan.world, plan.accumulation)
     except (UserError, ValueError) as error:
         print(f"traffic not planned: {error}")
@@ -117,7 +118,8 @@ def _build(config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, fa
     failures.attempt(_initialise, config, model, optimizer, layout)
     say_layout(layout, settings)
     window = window_settings(config.optimizer.type, config.optimizer.params)
-    say_traffic(step_traffic(parameters, settings, window=window, uses=uses, norms=norms), settings, window)
+    say_traffic(step_traffic(parameters, settings, window=window, uses=uses, norms=norms,
+                             layer_numbers=layer_numbers(config.optimizer.type)), settings, window)
 
 
 def _check_windows(optimizer: Any, schedule: Schedule) -> None:

@@ -46,8 +46,8 @@ class Memory:
 
 def optimizer_moments(kind: str, params: dict) -> int:
     """Tensors of a parameter's size that the rule keeps."""
-    if "SGD" in kind:
-        return int(bool(params.get("momentum", 0.9 if kind == "AGVMSGD" else 0)))
+    if "SGD" in kind or "LARS" in kind:
+        return int(bool(params.get("momentum", 0 if kind == "SGD" else 0.9)))
     return 1 if kind in ("Adagrad", "RMSprop") else 2
 
 

@@ -15,7 +15,7 @@ from engine.planning.image_sizes import ImageSizes, Size
 from engine.planning.known_data import known_data, planned_classes
 from engine.planning.memory import OFFLOADS, Memory, optimizer_moments, plan_memory
 from engine.planning.partition import Parameter, parameters_of
-from engine.planning.settings import CommunicationSettings, communication_settings, window_settings
+from engine.planning.settings import CommunicationSettings, communication_settings, layer_numbers, refuse_sam, window_settings
 from engine.planning.shape_model import build_shape_model
 from engine.planning.step_trace import StepTrace, trace_model
 from engine.planning.traffic import Collective, step_traffic
@@ -32,6 +32,7 @@ class Plan:
             raise UserError(f"--world-size must be a whole number >= 1, got {world}")
         if objects < 1:
             raise UserError(f"--objects must be a whole number >= 1, got {objects}")
+        refuse_sam(config)
         self.config, self.world, self.objects = config, world, objects
         self.batch: BatchPlan = solve_batch(config.deepspeed, world)
         self.data = known_data(config, images=images, classes=classes)
@@ -94,7 +95,9 @@ class Plan:
         """Every collective of a step and of a window, but those of batch norms, which are in the trace."""
         if settings not in self._traffic:
             window = window_settings(self.config.optimizer.type, self.config.optimizer.params)
-            self._traffic[settings] = step_traffic(self.parameters, settings, window=window, uses=self.uses, order=order)
+            self._traffic[settings] = step_traffic(
+                self.parameters, settings, window=window, uses=self.uses, order=order,
+                layer_numbers=layer_numbers(self.config.optimizer.type))
         return self._traffic[settings]
 
     def memory(self, stage: int | None = None, *, offload: str | None = None, recompute: bool | None = None,

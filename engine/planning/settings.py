@@ -57,12 +57,26 @@ class WindowSettings:
 
 def window_settings(kind: str, params: Mapping[str, Any]) -> WindowSettings | None:
     """From the optimizer's name and its params; None where it is not AGVM."""
-    if kind not in ("AGVMSGD", "AGVMAdamW"):
+    if not kind.startswith("AGVM"):
         return None
     estimator = params.get("estimator", "halves")
-    capture = "signed" if estimator == "halves" else "norms" if kind == "AGVMSGD" else "squared"
+    # SGD and LARS look at the gradient itself, the others at a preconditioned one.
+    capture = "signed" if estimator == "halves" else "norms" if kind in ("AGVMSGD", "AGVMLARS") else "squared"
     size = params.get("bucket_size")
     return WindowSettings(capture, AGVM_BUCKET if size is None else size)
+
+
+def layer_numbers(kind: str) -> int:
+    """How many sums a layer-wise rule needs of every layer before a step; 0 of a rule that is not."""
+    import engine.optim
+
+    rule = getattr(engine.optim, kind, None)
+    return getattr(rule, "sums_per_layer", 0)
+
+
+def refuse_sam(config: Any) -> None:
+    if config.optimizer.sam is not None:
+        raise ConfigError("a run with optimizer.sam is not planned: leave it out, and count every micro-step twice")
 
 
 def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulation: int) -> CommunicationSettings:

@@ -59,8 +59,9 @@ def sent_bytes(op: str, payload: int, world: int) -> float:
 def step_traffic(parameters: Sequence[Parameter], settings: CommunicationSettings, *,
                  window: WindowSettings | None = None, order: Sequence[int] | None = None,
                  uses: Sequence[Use] | None = None, norms: Sequence[SyncedNorm] = (), losses: int = 0,
-                 backend: str = "nccl") -> list[Collective]:
-    """All collectives of a step: DeepSpeed's, the loop's, and with `window` AGVM's.
+                 layer_numbers: int = 0, backend: str = "nccl") -> list[Collective]:
+    """All collectives of a step: DeepSpeed's, the loop's, with `window` AGVM's, and with `layer_numbers` those of LARS
+    and LAMB, which add up so many numbers for each layer.
 
     `order` is that in which gradients come (places in `parameters`), `uses` how modules use parameters (ZeRO-3;
     `gathers.model_uses`, by default each parameter once, in order), `losses` the number of named losses.
@@ -77,6 +78,11 @@ def step_traffic(parameters: Sequence[Parameter], settings: CommunicationSetting
         Collective("all_reduce", 4 * (2 + sum(p.trained for p in parameters)), 1, "micro-step", "which gradients come"),
         Collective("all_reduce", 8 * (2 + losses), 1, "boundary", "losses on record"),
     ]
+    if layer_numbers:  # engine/zero/layer_norms.py
+        trained = sum(p.trained and p.numel > 0 for p in parameters)
+        collectives.append(Collective("all_reduce", 8 * layer_numbers * trained, 1, "boundary", "layer norms"))
+        if layer_numbers == 2 and settings.clipping and settings.stage:  # LAMB has to know its factor before
+            collectives.append(Collective("all_reduce", 8, 1, "boundary", "layer norms"))
     if window is not None:
         collectives += _window(parameters, settings, window, order, backend)
     return _joined(collectives)

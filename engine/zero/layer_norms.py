@@ -54,6 +54,8 @@ class LayerNorms:
         """The shards hold the parameters where the layout says, or DeepSpeed lays them out in another way by now."""
         for fragment in self.layout.held():
             parameter = self.layout.params[fragment.param]
+            if parameter.is_meta:  # of a dry run, where they hold nothing
+                continue
             if hasattr(parameter, "ds_tensor"):
                 own = parameter.ds_tensor.reshape(-1)[:fragment.stop - fragment.start]
             else:
