@@ -50,7 +50,7 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
     from engine.planning.norms import synced_norms
     from engine.planning.partition import parameters_of
     from engine.planning.recording import CollectiveRecorder, OrderRecorder, count_calls
-    from engine.planning.settings import communication_settings, window_settings
+    from engine.planning.settings import communication_settings, layer_numbers, window_settings
     from engine.planning.traffic import step_calls, step_traffic
 
     deepspeed = distributed.import_deepspeed()
@@ -97,7 +97,7 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
             parameters, settings, window=window_settings(run.config.optimizer.type, run.config.optimizer.params),
             order=order[-trained:] if follow_order else None,
             uses=uses[len(uses) // K * (K - 1):] if follow_order else kept["uses"], norms=kept["norms"],
-            losses=len(run.loss_names), backend="gloo")
+            losses=len(run.loss_names), layer_numbers=layer_numbers(run.config.optimizer.type), backend="gloo")
         window = modulator is not None and modulator.is_window(number)
         steps.append(Step(calls, step_calls(collectives, K, window=window, first=window and first), window))
         first = first and not window
