@@ -82,6 +82,8 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
     for name in _UNPLANNED:
         if getattr(zero, name) != type(zero).model_fields[name].default:
             raise ConfigError(f"what DeepSpeed sends with zero_optimization.{name} is not known here: leave it out to plan")
+    if deepspeed.get("torch_autocast", {}).get("enabled"):
+        raise ConfigError("what DeepSpeed sends with torch_autocast is not known here: leave it out to plan")
     stage = int(zero.stage)
     accumulated = deepspeed.get("data_types", {}).get("grad_accum_dtype")
     given = get_communication_data_type(dict(deepspeed))

@@ -153,5 +153,12 @@ def test_settings_have_the_defaults_of_those_who_own_them():
     assert window_settings("AdamW", {}) is None and window_settings(ADAMW, {}).kind == "signed"
     assert window_settings(SGD, {"estimator": "replicas", "bucket_size": 9}) == WindowSettings("norms", 9)
     assert window_settings(ADAMW, {"estimator": "replicas"}).kind == "squared"
-    with pytest.raises(ConfigError, match="reduce_bucket_size"):
-        communication_settings(zero(2, reduce_bucket_size=-1), 2, 1)
+
+
+@pytest.mark.parametrize("deepspeed, words", [
+    (zero(2, reduce_bucket_size=-1), "does not accept zero_optimization.reduce_bucket_size"),
+    (zero(3, zero_quantized_weights=True), "with zero_optimization.zero_quantized_weights is not known"),
+    ({**zero(2), "torch_autocast": {"enabled": True}}, "with torch_autocast is not known")])
+def test_what_cannot_be_planned_is_one_sentence(deepspeed, words):
+    with pytest.raises(ConfigError, match=words):
+        communication_settings(deepspeed, 2, 1)
