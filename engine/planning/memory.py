@@ -18,8 +18,8 @@ from typing import Sequence
 
 from engine.planning.gathered_memory import Gathered, most_gathered
 from engine.planning.gathers import Use
-from engine.planning.partition import Parameter, PlannedFlat, plan_layout
-from engine.planning.settings import BYTES, CommunicationSettings, WindowSettings
+from engine.planning.partition import BYTES, Parameter, PlannedFlat, plan_layout
+from engine.planning.settings import CommunicationSettings, WindowSettings
 from engine.planning.step_trace import StepTrace
 from engine.planning.traffic import persistent_parameters
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Iterable
 from engine.config import UserError
 from engine.planning.hardware import Hardware
 from engine.planning.memory import optimizer_moments
-from engine.planning.settings import BYTES, window_settings
+from engine.planning.partition import BYTES
+from engine.planning.settings import window_settings
 from engine.planning.step_trace import Cost, StepTrace
 from engine.planning.traffic import Collective, sent_bytes
 
