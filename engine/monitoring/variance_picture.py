@@ -28,9 +28,10 @@ def draw_variance(runs: Sequence[Variances], path: Path, *, axes: Sequence[str] 
             for module in modules:
                 curves = [curve for run in group for curve in [_curve(run, kind, module)] if curve]
                 _draw(panel, curves, axis or "step", colours[module], module, smooth if kind != "mu" else 0.0)
-            panel.set(xlabel=LABELS[axis or "step"], ylim=(0, None), xlim=(0, end))
+            panel.set(xlabel=LABELS[axis or "step"], xlim=(0, end))
             if kind == "mu":
                 panel.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
+        row[0].set_ylim(bottom=0)  # of the whole row, once all of it is drawn
         row[0].set_ylabel({"phi": "phi = 1 - cos", "effective": "mu$^2$ phi (of the step)",
                            "mu": "mu, factor on the rate"}[kind])
     for group, panel in zip(groups, panels[0]):

@@ -74,3 +74,16 @@ def test_a_run_without_measurements_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.1, "loss": 1.0}\n')
     with pytest.raises(UserError, match="no gradient variances"):
         read_variances(tmp_path)
+
+
+def test_a_row_shows_the_highest_of_its_runs(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    runs = [write_run(tmp_path / "low", steps=10, per_epoch=5, phi=lambda step: 0.1),
+            write_run(tmp_path / "high", steps=10, per_epoch=5, batch=32, phi=lambda step: 0.9, mu=3.0)]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    draw_variance(runs, tmp_path / "picture.png")
+    phi, effective, mu = [drawn[0].axes[row * 2].get_ylim() for row in range(3)]
+    assert phi[0] == effective[0] == mu[0] == 0
+    assert phi[1] > 1.0 and effective[1] > 8.1 and mu[1] > 3.0
