@@ -49,22 +49,23 @@ def _quiet(deepspeed: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """New tensors on the meta device, and DeepSpeed's accelerator too."""
+    """New tensors on the meta device, and DeepSpeed's accelerator too, which knows all precisions: the run's will."""
     import torch.distributed._tools.fake_collectives  # noqa: F401  (collectives of meta tensors)
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
     accelerator, defragment = get_accelerator(), stage3.defragment
-    names = ("device_name", "current_device_name", "current_device")
-    for name in names:
-        setattr(accelerator, name, lambda *_: "meta")
+    answers = {"device_name": "meta", "current_device_name": "meta", "current_device": "meta",
+               "is_fp16_supported": True, "is_bf16_supported": True}
+    for name, answer in answers.items():
+        setattr(accelerator, name, lambda *_, answer=answer: answer)
     stage3.defragment = _defragment
     try:
         with torch.device("meta"):
             yield
     finally:
         stage3.defragment = defragment
-        for name in names:
+        for name in answers:
             delattr(accelerator, name)  # the methods of the class show again
 
 

@@ -23,6 +23,10 @@ CASES = {
              [r"batch +960 = 2 x 1 accumulated x 480 ranks", r"AGVM +windows: 1, from step 2 on, every 2",
               r"engine +DeepSpeedZeroOptimizer_Stage3 .* as rank 0 of 480 on the meta device; its 82 fragments lie as planned",
               r"  backbone +706.\d+ kB", r"  gradients +reduce_scatter +1 ", r"  second gradient +reduce_scatter "]),
+    "precision of other devices": (
+        6, {"train_batch_size": 12, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AGVMLAMB", "params": AGVM["params"]}}, 0, "it would run on 6 ranks",
+        [r"engine +DeepSpeedZeroOptimizer ", r"  layer norms +all_reduce +1 ", r"traffic of a plain step .* float16 gradients"]),
     "missing files": (6, {"train_batch_size": 12, "zero_optimization": {"stage": 2},
                           "detector": {"load_from": "{folder}/nowhere.pth"},
                           "data": {"dataset": "coco", "root": "{folder}/nowhere", "train": SPLIT, "val": SPLIT}}, 2,
