@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from engine.optim.agvm import AGVMOptimizer
-from engine.optim.rule import BATCH, pieces
+from engine.optim.rule import BATCH, count_adam_step, pieces
 
 
 class AGVMAdamW(AGVMOptimizer):
@@ -33,16 +33,7 @@ class AGVMAdamW(AGVMOptimizer):
         super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay), **agvm)
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        for p in params:
-            state = self.state[p]
-            if len(state) == 0:
-                state["step"] = 0
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            # A Python int: DeepSpeed 0.19.8's universal ZeRO-3 load shares one `step` tensor between all sub-groups,
-            # which would then count once for each of them.
-            state["step"] = int(state["step"]) + 1
-        states = [self.state[p] for p in params]
+        states = count_adam_step(self, params)
         beta1, beta2 = group["betas"]
         for index, (w, g, m, v) in pieces(BATCH, params, [p.grad for p in params], [s["exp_avg"] for s in states],
                                           [s["exp_avg_sq"] for s in states]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.optim.layerwise import LayerwiseOptimizer, product
-from engine.optim.rule import BATCH, pieces
+from engine.optim.rule import BATCH, count_adam_step, pieces
 
 
 class LAMB(LayerwiseOptimizer):
@@ -78,14 +78,7 @@ class LAMB(LayerwiseOptimizer):
         return ratio if group["clamp"] is None else min(max(ratio, group["clamp"][0]), group["clamp"][1])
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        for p in params:
-            state = self.state[p]
-            if len(state) == 0:
-                state["step"] = 0
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["step"] = int(state["step"]) + 1  # an int, for the reason given in agvm_adamw.py
-        states = [self.state[p] for p in params]
+        states = count_adam_step(self, params)
         steps = [state["step"] for state, p in zip(states, params) for _ in self.segments_of(p)]
         cut, ratios = self.by_layer(params, params, [p.grad for p in params], [s["exp_avg"] for s in states],
                                     [s["exp_avg_sq"] for s in states])

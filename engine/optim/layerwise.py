@@ -7,9 +7,8 @@ per layer to whatever pieces of layers its shards hold. Without DeepSpeed the pa
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
-import torch
 from torch import Tensor
 
 from engine.optim.rule import Rule
@@ -81,15 +80,8 @@ class LayerwiseOptimizer(Rule):
         self.ratios = [self.ratio(group, row, scale) if group["adapt_1d"] or layer.dimensions > 1 else 1.0
                        for layer, group, row in zip(self.layers, groups, sums)]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._norms is not None or self._measure_whole_parameters():
-            super().step()
-        return loss
+    def begin(self) -> bool:
+        return self._norms is not None or self._measure_whole_parameters()
 
     def _measure_whole_parameters(self) -> bool:
         """Without DeepSpeed; False where there is nothing to do."""

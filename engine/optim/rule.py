@@ -21,11 +21,15 @@ class Rule(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for group in self.param_groups if self.begin() else ():
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 self.update(group, params, self.rate(group))
         return loss
+
+    def begin(self) -> bool:
+        """What has to be known before the first group steps; False where there is nothing to do."""
+        return True
 
     def rate(self, group: dict[str, Any]) -> float:
         """The learning rate of this step. The schedule owns `group["lr"]`."""
@@ -40,6 +44,20 @@ class Rule(torch.optim.Optimizer):
 
     def detach(self) -> None:
         """Follow it no longer."""
+
+
+def count_adam_step(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """The state of each parameter, with Adam's moments made where there are none yet, and its step counted."""
+    states = [optimizer.state[p] for p in params]
+    for p, state in zip(params, states):
+        if len(state) == 0:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        # A Python int: DeepSpeed 0.19.8's universal ZeRO-3 load shares one `step` tensor between all sub-groups,
+        # which would then count once for each of them.
+        state["step"] = int(state["step"]) + 1
+    return states
 
 
 def pieces(limit: int, *tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
