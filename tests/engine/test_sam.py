@@ -116,8 +116,15 @@ def restored(case, poison):
     sam = SharpnessAware(engine, optimizer, layout, RHO)
 
     def working():
-        """What a forward pass computes with; under ZeRO-3, this rank's share of it."""
-        return [getattr(p, "ds_tensor", p).detach().clone() for p in engine.module.parameters()]
+        """What a forward pass computes with; under ZeRO-3, this rank's share of it, without the padding, which
+        DeepSpeed leaves as the memory was (a nan there is not equal to itself)."""
+        return [share(p).detach().clone() for p in engine.module.parameters()]
+
+    def share(p):
+        if not hasattr(p, "ds_tensor"):
+            return p
+        begin = dist.get_rank() * p.ds_tensor.ds_numel
+        return p.ds_tensor[:max(0, min(p.ds_tensor.ds_numel, p.ds_numel - begin))]
 
     before = full_weights(engine), working()
     scaler = layout.scaler()
