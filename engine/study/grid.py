@@ -93,6 +93,13 @@ class Trial(NamedTuple):
         return f"{self.method}/batch-{self.batch}-lr-x{self.factor:g}-seed{self.seed}"
 
 
+def settings(study: Study, trial: Trial) -> tuple[Any, ...]:
+    """All that tells a trial from others of the study, whatever its method is called."""
+    method = study.methods[trial.method]
+    return (method.type, method.params, method.sam, method.set, trial.batch, trial.seed,
+            study.rate(trial.method, trial.batch) * trial.factor)
+
+
 def trial_config(study: Study, trial: Trial, folder: Path, *, images: int, start: Path | None) -> RunConfig:
     method = study.methods[trial.method]
     steps = max(1, round(study.epochs * math.ceil(images / trial.batch)))
@@ -149,7 +156,11 @@ def keep_settings(study: Study, folder: Path) -> None:
     path, new = folder / "study.json", study.model_dump(mode="json")
     folder.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        old = json.loads(path.read_text())
+        try:
+            old = Study(**json.loads(path.read_text())).model_dump(mode="json")
+        except (OSError, ValueError, TypeError):
+            raise ConfigError(f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
+                              "beside it were made with these settings") from None
         # More batches, seeds, factors or methods leave the runs that are there as they are.
         for extendable in ("batches", "seeds", "sweep"):
             old[extendable] = new[extendable] if set(old[extendable][:1]) == set(new[extendable][:1]) else old[extendable]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Callable
 
 from engine.config import UserError
-from engine.study.grid import Study, Trial, better
+from engine.study.grid import Study, Trial, better, settings
 from engine.study.start import make_start
 from engine.study.trial import Outcome, read_outcome, run_trial
 
@@ -38,9 +38,15 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
             waiting = [trial for trial in due_trials(study, rows, outcomes) if trial not in running]
             while waiting and len(running) < at_once:
                 trial = waiting.pop(0)
+                same = next((other for other in outcomes if settings(study, other) == settings(study, trial)), None)
+                if same is not None:  # another method's rule comes to the same here, such as MegDet's below the knee
+                    shutil.copytree(folder / same.name, folder / trial.name, dirs_exist_ok=True)
+                    outcomes[trial] = outcomes[same]
+                    say(f"[{len(outcomes)}/{total}] {_label(trial)}: the same run as {_label(same)}, taken from there")
+                    continue
                 running[trial] = server.Process(target=run_trial, args=(study, trial, folder / trial.name, start))
                 running[trial].start()
-            if not running:
+            if not running and not due_trials(study, rows, outcomes):
                 return outcomes
             time.sleep(0.2)
             for trial in [trial for trial, process in running.items() if not process.is_alive()]:
@@ -53,8 +59,7 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
                 outcomes[trial] = outcome
                 done += 1
                 left = (time.monotonic() - began) / done * (total - len(outcomes))
-                say(f"[{len(outcomes)}/{total}] {trial.method} batch {trial.batch} lr x{trial.factor:g} seed {trial.seed}: "
-                    f"{_text(outcome)} in {outcome.seconds:.0f} s, ETA {_duration(left)}")
+                say(f"[{len(outcomes)}/{total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, ETA {_duration(left)}")
     finally:
         for process in running.values():
             process.terminate()
@@ -109,6 +114,10 @@ def _start(study: Study, folder: Path, server: multiprocessing.context.BaseConte
         if not path.exists():
             raise UserError(f"the common start could not be trained: see {folder / 'start.log'}")
     return path
+
+
+def _label(trial: Trial) -> str:
+    return f"{trial.method} batch {trial.batch} lr x{trial.factor:g} seed {trial.seed}"
 
 
 def _text(outcome: Outcome) -> str:

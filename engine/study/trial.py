@@ -36,9 +36,9 @@ class Outcome(NamedTuple):
 def read_outcome(folder: Path) -> Outcome | None:
     try:
         data = json.loads((folder / OUTCOME).read_text())
-    except (OSError, json.JSONDecodeError):
+        return Outcome(**{**data, "score": math.nan if data["score"] is None else data["score"]})
+    except (OSError, ValueError, TypeError, KeyError):  # cut off, or of another form: the trial is run again
         return None
-    return Outcome(**{**data, "score": math.nan if data["score"] is None else data["score"]})
 
 
 def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> None:
