@@ -28,6 +28,8 @@ def main() -> None:
 
 def _study(options) -> None:
     import os
+    import signal
+    import sys
     from pathlib import Path
 
     from engine.config.errors import UserError
@@ -40,6 +42,8 @@ def _study(options) -> None:
         raise UserError(f"--at-once must be at least 1, got {at_once}")
     folder = Path(options.out or Path("work_dirs") / f"study-{Path(options.study).stem}")
     keep_settings(study, folder)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the runs that are under way, too
 
     from engine.study.report import write_report
     from engine.study.runner import read_outcomes, run_study

@@ -22,7 +22,9 @@ Outcomes = dict[Trial, Outcome]
 
 def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say: Callable[[str], None]) -> Outcomes:
     """Every trial of the methods `rows`, those on disk not again; returns all outcomes."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+    # Not a default: a script has set it for one process on all cores, and two runs with two threads each on two cores take
+    # twice as long.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["engine.study.preload"])
     start = _start(study, folder, server, say)
@@ -38,8 +40,11 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
             waiting = [trial for trial in due_trials(study, rows, outcomes) if trial not in running]
             while waiting and len(running) < at_once:
                 trial = waiting.pop(0)
-                same = next((other for other in outcomes if settings(study, other) == settings(study, trial)), None)
-                if same is not None:  # another method's rule comes to the same here, such as MegDet's below the knee
+                # Another method's rule may come to the same here, such as MegDet's below the knee.
+                same = next((other for other in [*outcomes, *running] if settings(study, other) == settings(study, trial)), None)
+                if same in running:
+                    continue
+                if same is not None:
                     shutil.copytree(folder / same.name, folder / trial.name, dirs_exist_ok=True)
                     outcomes[trial] = outcomes[same]
                     say(f"[{len(outcomes)}/{total}] {_label(trial)}: the same run as {_label(same)}, taken from there")

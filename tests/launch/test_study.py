@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,14 +18,21 @@ STUDY = {
     "batches": [4, 8], "micro_batch": 2, "knee": 4, "epochs": 1, "seeds": [0, 1], "sweep": [1],
     "start": {"method": "AGVM+SGD", "epochs": 0.5, "set": ["optimizer.params.tau=1"]},
     "methods": {"AGVM+SGD": {"type": "AGVMSGD", "lr": 0.01, "params": {"momentum": 0.9}},
-                "wild": {"type": "SGD", "lr": 1e30}}}
+                "wild": {"type": "SGD", "lr": 1e30}, "wilder": {"type": "SGD", "lr": 1e30, "growth": "linear"}}}
+
+
+def begin(tmp_path, *arguments, **changes):
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({**STUDY, **changes}))
+    return subprocess.Popen([sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
+                            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
 
 
 def launch(tmp_path, *arguments):
-    path = tmp_path / "study.json"
-    path.write_text(json.dumps(STUDY))
-    return subprocess.run([sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
-                          cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600)
+    process = begin(tmp_path, *arguments)
+    out, err = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
@@ -32,7 +42,10 @@ def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
     whole = launch(tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "4 are done" in whole.stdout and "start " not in whole.stdout and whole.stdout.count("AGVM+SGD batch") == 0
-    assert whole.stdout.count("diverged") == 4 and "| wild | NaN | NaN |" in whole.stdout
+    # At the knee both wild rules have the same rate: that run is made once. Beyond it they differ.
+    assert whole.stdout.count("wilder batch 4 lr x1 seed 0: the same run as wild batch 4 lr x1 seed 0, taken from there") == 1
+    assert whole.stdout.count(": diverged") == 6 and whole.stdout.count("taken from there") == 2
+    assert "| wild | NaN | NaN |" in whole.stdout and "| wilder | NaN | NaN |" in whole.stdout
     out = tmp_path / "out"
     assert "NaN" in (out / "study.html").read_text() and (out / "variance-AGVM+SGD.png").exists()
     # Different seeds give different runs, the same seed the same start.
@@ -41,7 +54,19 @@ def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
     assert scores[0] != scores[1]
 
 
+def test_a_study_that_is_stopped_takes_its_runs_along(tmp_path):
+    process = begin(tmp_path, "--methods", "AGVM+SGD", epochs=500, start=None)
+    folder, deadline = tmp_path / "out" / "AGVM+SGD", time.monotonic() + 300
+    while not list(folder.glob("*/metrics.jsonl")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.5)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2, "the server that runs are forked from, and at least one run"
+    process.terminate()
+    assert process.wait(timeout=60) == 143, process.stderr.read()
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+
+
 def test_a_slip_is_one_sentence(tmp_path):
     wrong = launch(tmp_path, "--methods", "AGVM")
     assert wrong.returncode == 2 and wrong.stderr.strip().count("\n") == 0
-    assert 'method "AGVM" is none of AGVM+SGD, wild' in wrong.stderr
+    assert 'method "AGVM" is none of AGVM+SGD, wild, wilder' in wrong.stderr
