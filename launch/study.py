@@ -1,7 +1,7 @@
 """Compare optimizers as the batch grows: methods x batch sizes x seeds on one pipeline and data set.
 
   python launch/study.py                                    the default study on drawn shapes: a few hours of two cores
-  python launch/study.py --study miniature                  ten minutes
+  python launch/study.py --study miniature                  a few minutes
   python launch/study.py --study my.json --methods SGD AGVM+SGD --out work_dirs/mine
 
 Every method gets the same epochs and the same tuning: the sweep of learning rates around the paper's rule with the first
@@ -33,7 +33,7 @@ def _study(options) -> None:
     from pathlib import Path
 
     from engine.config.errors import UserError
-    from engine.study.grid import keep_settings, load_study
+    from engine.study.grid import check_runs, keep_settings, load_study
 
     given = {name: value for name, value in (("batches", options.batches), ("seeds", options.seeds)) if value}
     study, rows = load_study(options.study, given, options.methods)
@@ -41,6 +41,9 @@ def _study(options) -> None:
     if at_once < 1:
         raise UserError(f"--at-once must be at least 1, got {at_once}")
     folder = Path(options.out or Path("work_dirs") / f"study-{Path(options.study).stem}")
+    if options.report and not (folder / "study.json").is_file():
+        raise UserError(f"{folder} holds no study to report on: give the --out that it was run with")
+    check_runs(study, rows)
     keep_settings(study, folder)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the runs that are under way, too
@@ -54,6 +57,11 @@ def _study(options) -> None:
         outcomes = run_study(study, rows, folder, at_once=at_once, say=lambda line: print(line, flush=True))
     print(write_report(study, rows, outcomes, folder))
     print(f"written to {folder}: study.html, results.md, results.csv, scores.png, variance-*.png")
+    failed = {trial: outcome.error for trial, outcome in outcomes.items() if outcome.error}
+    if failed:
+        trial, error = next(iter(failed.items()))
+        raise UserError(f"{len(failed)} of {len(outcomes)} runs failed, the first of them {trial.name} with {error}: the same "
+                        "command tries them again")
 
 
 if __name__ == "__main__":

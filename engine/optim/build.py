@@ -22,7 +22,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     lr = options.get("lr")
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 <= lr < float("inf"):
         raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {lr!r}")
-    rule = _rule(config.type)
+    rule = find_rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
     modules = options.pop("modules", None) if config.type in MODULATED else None
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
@@ -36,11 +36,12 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return rule(groups, **options)
-    except (IndexError, TypeError, ValueError) as error:  # torch indexes `betas` before it looks at them
+    except (IndexError, OverflowError, TypeError, ValueError) as error:  # torch indexes `betas` before it looks at them
         raise ConfigError(f"optimizer {config.type} does not take these params ({error})") from None
 
 
-def _rule(name: str) -> Any:
+def find_rule(name: str) -> Any:
+    """The optimizer's class; ConfigError where there is none of this name that works on flat shards."""
     import engine.optim
 
     if name in OURS:

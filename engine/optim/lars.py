@@ -31,9 +31,12 @@ class LARS(LayerwiseOptimizer):
     def __init__(self, params: Any, lr: float, *, momentum: float = 0.9, dampening: float = 0.0,
                  weight_decay: float = 0.0, nesterov: bool = False, trust_coefficient: float = 0.001, eps: float = 1e-8,
                  norm: str = "of_sum", adapt_1d: bool = False, **further: Any) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay), ("eps", eps)):
+        for name, value in (("lr", lr), ("momentum", momentum), ("dampening", dampening), ("weight_decay", weight_decay),
+                            ("eps", eps)):
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
+        if not isinstance(nesterov, bool):
+            raise ValueError(f"nesterov must be true or false, got {nesterov!r}")
         if not trust_coefficient > 0:
             raise ValueError(f"trust_coefficient must be > 0, got {trust_coefficient}")
         if norm not in NORMS:

@@ -42,6 +42,8 @@ class LayerwiseOptimizer(Rule):
     _norms: Any = None  # of engine.zero, once attached
 
     def __init__(self, params: Any, defaults: dict[str, Any], **further: Any) -> None:
+        if not isinstance(defaults["adapt_1d"], bool):
+            raise ValueError(f"adapt_1d must be true or false, got {defaults['adapt_1d']!r}")
         super().__init__(params, defaults, **further)
         self._whole = {id(p) for group in self.param_groups for p in group["params"]}
         self.layers: list[Layer] = []

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Sequence
 
+from engine.monitoring.records import read_records
 from engine.monitoring.variance import read_variances
 from engine.monitoring.variance_picture import draw_variance
 from engine.study.grid import Study, Trial
@@ -23,6 +24,7 @@ def draw_scores(study: Study, rows: Sequence[str], found: dict[tuple[str, int], 
         colour, style = f"C{number % 10}", "-" if "AGVM" in method else "--"
         # Side by side on the logarithmic axis, so that bars do not hide each other.
         shift = 2 ** (0.05 * (number - (len(rows) - 1) / 2))
+        own = [cell for cell in own if not cell.errors]  # a run that failed says nothing of its method
         whole = [cell for cell in own if not math.isnan(cell.mean)]
         axes.errorbar([cell.batch * shift for cell in whole], [cell.mean for cell in whole], yerr=[cell.spread for cell in whole],
                       color=colour, linestyle=style, marker="o", markersize=4, capsize=2, linewidth=1.2, label=method)
@@ -43,9 +45,9 @@ def draw_variances(study: Study, found: dict[tuple[str, int], Cell], folder: Pat
     """For every AGVM method, its runs at the smallest and the largest batch on matched epochs."""
     pictures = []
     for method in dict.fromkeys(method for method, _ in found if study.methods[method].type.startswith("AGVM")):
-        ends = [found[method, batch] for batch in (study.batches[0], study.batches[-1]) if (method, batch) in found]
+        ends = [found[method, batch] for batch in sorted({study.batches[0], study.batches[-1]}) if (method, batch) in found]
         runs = [folder / Trial(method, cell.batch, cell.factor, seed).name for cell in ends for seed in study.seeds]
-        measured = [read_variances(run) for run in runs if '"phi"' in (run / "metrics.jsonl").read_text()]
+        measured = [read_variances(run) for run in runs if any("phi" in r for r in read_records(run / "metrics.jsonl"))]
         if measured:
             pictures.append(draw_variance(measured, folder / f"variance-{method}.png", axes=["epoch"], smooth=0.5))
     return pictures

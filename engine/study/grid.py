@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Sequence
 
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from engine.config import ConfigError, RunConfig, load_config
 from engine.config.errors import nearest
+from engine.config.load import find_config, load_json
 from engine.config.schema import Block
 from engine.recipes.learning_rate import ScalingLaw
 
@@ -61,6 +63,11 @@ class Study(Block):
         for name, values in (("batches", self.batches), ("seeds", self.seeds), ("sweep", self.sweep), ("methods", self.methods)):
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must list at least one value, each once, got {list(values)}")
+        strange = [name for name in self.methods if not re.fullmatch(r"[\w+-][\w.+-]*", name)]
+        if strange:  # they name folders
+            raise ValueError(f"names of methods must be of letters, digits and . + - _, got {strange[0]!r}")
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"seeds must be whole numbers >= 0, got {self.seeds}")
         if self.batches != sorted(self.batches):
             raise ValueError(f"batches must be ascending, got {self.batches}")
         for batch in self.batches:
@@ -100,20 +107,38 @@ def settings(study: Study, trial: Trial) -> tuple[Any, ...]:
             study.rate(trial.method, trial.batch) * trial.factor)
 
 
+def shared_runs(study: Study, rows: Sequence[str]) -> dict[tuple[str, str], list[int]]:
+    """Pairs of a method and an earlier one, and the batches at which one run serves both."""
+    shared: dict[tuple[str, str], list[int]] = {}
+    for batch in study.batches:
+        for place, method in enumerate(rows):
+            own = settings(study, Trial(method, batch, study.sweep[0], study.seeds[0]))
+            same = [other for other in rows[:place]
+                    if settings(study, Trial(other, batch, study.sweep[0], study.seeds[0])) == own]
+            if same:
+                shared.setdefault((method, same[0]), []).append(batch)
+    return shared
+
+
 def trial_config(study: Study, trial: Trial, folder: Path, *, images: int, start: Path | None) -> RunConfig:
     method = study.methods[trial.method]
     steps = max(1, round(study.epochs * math.ceil(images / trial.batch)))
     warmup = round(study.warmup * steps)
-    params = {**method.params, "lr": study.rate(trial.method, trial.batch) * trial.factor}
-    if method.type.startswith("AGVM"):
-        params = {**agvm_memory(steps - warmup), **params}
+    lr = study.rate(trial.method, trial.batch) * trial.factor
+    memory = agvm_memory(steps - warmup) if method.type.startswith("AGVM") else {}
     return load_config(study.config, [
-        *study.set, *batch_settings(study, trial.batch), *method.set, f"optimizer.type={json.dumps(method.type)}",
-        f"optimizer.params={json.dumps(params)}", f"optimizer.sam={json.dumps(method.sam)}",
+        *study.set, *batch_settings(study, trial.batch), *optimizer_settings(method, lr, memory),
         "schedule.epochs=null", f"schedule.steps={steps}", "schedule.warmup_epochs=null", f"schedule.warmup_steps={warmup}",
         f"run.seed={trial.seed}", "run.eval_interval=null", "run.checkpoint_interval=0", "run.draw=0",
         f"run.work_dir={json.dumps(str(folder))}", f"run.log_interval={max(1, steps // 5)}",
         *([] if start is None else [f"detector.load_from={json.dumps(str(start))}"])])
+
+
+def optimizer_settings(method: Method, lr: float, memory: dict[str, Any]) -> list[str]:
+    """The method's own `set` last, so that it may change one of its params."""
+    params = {**memory, **method.params, "lr": lr}
+    return [f"optimizer.type={json.dumps(method.type)}", f"optimizer.params={json.dumps(params)}",
+            f"optimizer.sam={json.dumps(method.sam)}", *method.set]
 
 
 def batch_settings(study: Study, batch: int) -> list[str]:
@@ -134,13 +159,7 @@ def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None =
     """A study with some of its fields replaced, and those of its methods that were asked for, in its order."""
     path = _find(name)
     try:
-        data = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"study {path} cannot be read as JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"study {path} must hold a JSON object, got a {type(data).__name__}")
-    try:
-        study = Study(**{**data, **given})
+        study = Study(**{**load_json(path), **given})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -151,24 +170,45 @@ def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None =
     return study, [method for method in study.methods if methods is None or method in methods]
 
 
+def check_runs(study: Study, rows: Sequence[str]) -> None:
+    """Every run's config is read before the first one is trained."""
+    from engine.optim.build import find_rule
+
+    for method in rows:
+        for batch in study.batches:
+            try:
+                find_rule(study.methods[method].type)
+                trial_config(study, Trial(method, batch, study.sweep[0], study.seeds[0]), Path("unused"), images=1, start=None)
+            except ConfigError as error:
+                raise ConfigError(f'method "{method}" at batch {batch}: {error}') from None
+
+
 def keep_settings(study: Study, folder: Path) -> None:
     """Note the study's settings in its folder, or refuse a folder whose runs were made with others."""
     path, new = folder / "study.json", study.model_dump(mode="json")
-    folder.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        try:
-            old = Study(**json.loads(path.read_text())).model_dump(mode="json")
-        except (OSError, ValueError, TypeError):
-            raise ConfigError(f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
-                              "beside it were made with these settings") from None
-        # More batches, seeds, factors or methods leave the runs that are there as they are.
-        for extendable in ("batches", "seeds", "sweep"):
-            old[extendable] = new[extendable] if set(old[extendable][:1]) == set(new[extendable][:1]) else old[extendable]
-        known = old.pop("methods")
-        changed = [key for key in old if old[key] != new[key]] \
-            + [f"methods.{name}" for name in known if name in new["methods"] and known[name] != new["methods"][name]]
-        if changed:
-            raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
+    new["run"] = load_json(find_config(study.config))  # as it is today: the name alone does not say what was run
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        old = json.loads(path.read_text()) if path.exists() else new
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot hold a study ({error.strerror}): give another --out") from None
+    except ValueError:
+        old = {}
+    try:
+        before = {**Study(**{key: value for key, value in old.items() if key != "run"}).model_dump(mode="json"),
+                  "run": old["run"]}
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
+                          "beside it were made with these settings") from None
+    # More batches, seeds, factors or methods leave the runs that are there as they are.
+    for extendable in ("batches", "seeds", "sweep"):
+        before[extendable] = new[extendable] if before[extendable][0] == new[extendable][0] else before[extendable]
+    known = before.pop("methods")
+    changed = [key for key in before if before[key] != new[key]] \
+        + [f"methods.{name}" for name in known if name in new["methods"] and known[name] != new["methods"][name]]
+    if changed:
+        raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
+    new["methods"] = {**known, **new["methods"]}  # one that is left out today may come back, and must be the same then
     path.write_text(json.dumps(new, indent=2))
 
 

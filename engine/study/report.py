@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Sequence
 
 from engine.study.figures import draw_scores, draw_variances
-from engine.study.grid import Study
+from engine.study.grid import Study, shared_runs
 from engine.study.page import write_page
 from engine.study.results import as_csv, cells, grid_of, markdown, rows_of
 from engine.study.runner import Outcomes
@@ -24,9 +24,11 @@ def write_report(study: Study, rows: Sequence[str], outcomes: Outcomes, folder: 
         f"{study.knee}), tried with seed {study.seeds[0]} at full length at every batch, and the best of them run with the other "
         "seeds. AGVM's tau and alpha follow from the length of the run and were not tuned.",
         f"Seconds are of runs side by side on one machine; the last column is a step's median against {baseline}'s."]
-    pictures = [draw_scores(study, rows, found, folder / "scores.png"), *draw_variances(study, found, folder)]
+    summary += [f"{method} at batch {', '.join(map(str, batches))} is {other}'s run: there both have the same settings."
+                for (method, other), batches in shared_runs(study, rows).items()]
     (folder / "results.csv").write_text(as_csv(table))
     (folder / "results.md").write_text("\n\n".join([*summary, markdown(grid), markdown(table)]) + "\n")
+    pictures = [draw_scores(study, rows, found, folder / "scores.png"), *draw_variances(study, found, folder)]
     write_page(folder / "study.html", title=f"Large batches: {study.config}", summary=summary, grid=grid, pictures=pictures,
                table=table, settings=study.model_dump_json(indent=2))
     return markdown(grid)

@@ -20,7 +20,7 @@ class Cell:
     lr: float
     factor: float
     scores: list[float]  # one a seed at the best learning rate; not a number where a run diverged
-    swept: dict[float, float]  # factor -> score of the first seed
+    swept: dict[float, str]  # factor -> score of the first seed, or why there is none
     steps: int
     seconds: float
     step_seconds: float
@@ -60,8 +60,9 @@ def cells(study: Study, rows: Sequence[str], outcomes: Outcomes) -> dict[tuple[s
                 continue
             found[method, batch] = Cell(
                 method, batch, study.rate(method, batch) * best.factor, best.factor, [o.score for o in chosen],
-                {factor: o.score for factor, o in sorted(swept.items())}, chosen[0].steps, statistics.fmean(o.seconds for o in chosen),
-                statistics.median(o.step_seconds for o in chosen), [o.error for o in chosen if o.error])
+                {factor: "failed" if o.error else _number(o.score) for factor, o in sorted(swept.items())}, chosen[0].steps,
+                statistics.fmean(o.seconds for o in chosen), statistics.median(o.step_seconds for o in chosen),
+                [o.error for o in chosen if o.error])
     return found
 
 
@@ -77,7 +78,7 @@ def rows_of(study: Study, found: dict[tuple[str, int], Cell], baseline: str) -> 
     for cell in found.values():
         table.append([
             cell.method, str(cell.batch), cell.text(), " ".join(_number(score) for score in cell.scores), f"{cell.lr:.3g}",
-            f"{cell.factor:g}", " ".join(f"x{factor:g}: {_number(score)}" for factor, score in cell.swept.items()),
+            f"{cell.factor:g}", " ".join(f"x{factor:g}: {score}" for factor, score in cell.swept.items()),
             str(cell.steps), f"{cell.seconds:.0f}", _number(relative_cost(found, cell, baseline))])
     return table
 

@@ -5,12 +5,14 @@ Processes are forked from one that has imported everything, which takes ten seco
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 from engine.config import UserError
 from engine.study.grid import Study, Trial, better, settings
@@ -18,6 +20,9 @@ from engine.study.start import make_start
 from engine.study.trial import Outcome, read_outcome, run_trial
 
 Outcomes = dict[Trial, Outcome]
+
+# Where the first few runs all fail, the others would.
+TRIES = 3
 
 
 def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say: Callable[[str], None]) -> Outcomes:
@@ -27,47 +32,96 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["engine.study.preload"])
-    start = _start(study, folder, server, say)
-    outcomes = read_outcomes(study, rows, folder)
-    total = len(rows) * len(study.batches) * (len(study.sweep) + len(study.seeds) - 1)
-    say(f"study   {total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
-        f"{', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed {study.seeds[0]}, the best of them with "
-        f"{len(study.seeds) - 1} more; {len(outcomes)} are done, {at_once} run at once")
-    running: dict[Trial, multiprocessing.Process] = {}
-    began, done = time.monotonic(), 0
+    with _alone_in(folder):
+        start = _start(study, folder, server, say)
+        outcomes = read_outcomes(study, rows, folder)
+        total = len(rows) * len(study.batches) * (len(study.sweep) + len(study.seeds) - 1)
+        say(f"study   {total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
+            f"{', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed {study.seeds[0]}, the best of them with "
+            f"{len(study.seeds) - 1} more; {total - missing_runs(study, rows, outcomes)} are done, {at_once} run at once")
+        running: dict[Trial, multiprocessing.Process] = {}
+        began, done, failed = time.monotonic(), 0, 0
+        with _ended(running):
+            while True:
+                waiting = [trial for trial in due_trials(study, rows, outcomes) if trial not in running]
+                while waiting and len(running) < at_once:
+                    trial = waiting.pop(0)
+                    # Another method's rule may come to the same here, such as MegDet's below the knee.
+                    own = settings(study, trial)
+                    same = next((other for other in [*outcomes, *running] if settings(study, other) == own), None)
+                    if same in running:
+                        continue
+                    if same is not None:
+                        _copy(folder / same.name, folder / trial.name)
+                        outcomes[trial] = outcomes[same]
+                        say(f"[{total - missing_runs(study, rows, outcomes)}/{total}] {_label(trial)}: the same run as "
+                            f"{_label(same)}, taken from there")
+                        continue
+                    running[trial] = server.Process(target=run_trial, args=(study, trial, folder / trial.name, start))
+                    running[trial].start()
+                if not running and not due_trials(study, rows, outcomes):
+                    return outcomes
+                time.sleep(0.2)
+                for trial in [trial for trial, process in running.items() if not process.is_alive()]:
+                    outcome = read_outcome(folder / trial.name)
+                    if outcome is None:
+                        code = running[trial].exitcode
+                        raise UserError(f"the run {trial.name} ended with {code} and no outcome: see {folder / trial.name}.log; "
+                                        "start the same command again to go on")
+                    del running[trial]
+                    outcomes[trial] = outcome
+                    done, failed = done + 1, failed + bool(outcome.error)
+                    left = missing_runs(study, rows, outcomes)
+                    say(f"[{total - left}/{total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, "
+                        f"ETA {_duration((time.monotonic() - began) / done * left)}")
+                    if failed == done >= TRIES:
+                        raise UserError(f"the first {done} runs failed, the last one with {outcome.error}: see "
+                                        f"{folder / trial.name}.log")
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two studies in one folder would remove each other's runs."""
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another study is running in {folder}: wait for it, or give another --out") from None
+        yield
+
+
+@contextlib.contextmanager
+def _ended(running: dict[Trial, multiprocessing.Process]) -> Iterator[None]:
+    """However this is left, no run is left behind."""
     try:
-        while True:
-            waiting = [trial for trial in due_trials(study, rows, outcomes) if trial not in running]
-            while waiting and len(running) < at_once:
-                trial = waiting.pop(0)
-                # Another method's rule may come to the same here, such as MegDet's below the knee.
-                same = next((other for other in [*outcomes, *running] if settings(study, other) == settings(study, trial)), None)
-                if same in running:
-                    continue
-                if same is not None:
-                    shutil.copytree(folder / same.name, folder / trial.name, dirs_exist_ok=True)
-                    outcomes[trial] = outcomes[same]
-                    say(f"[{len(outcomes)}/{total}] {_label(trial)}: the same run as {_label(same)}, taken from there")
-                    continue
-                running[trial] = server.Process(target=run_trial, args=(study, trial, folder / trial.name, start))
-                running[trial].start()
-            if not running and not due_trials(study, rows, outcomes):
-                return outcomes
-            time.sleep(0.2)
-            for trial in [trial for trial, process in running.items() if not process.is_alive()]:
-                outcome = read_outcome(folder / trial.name)
-                if outcome is None:
-                    code = running[trial].exitcode
-                    raise UserError(f"the run {trial.name} ended with {code} and no outcome: see {folder / trial.name}.log; "
-                                    "start the same command again to go on")
-                del running[trial]
-                outcomes[trial] = outcome
-                done += 1
-                left = (time.monotonic() - began) / done * (total - len(outcomes))
-                say(f"[{len(outcomes)}/{total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, ETA {_duration(left)}")
+        yield
     finally:
-        for process in running.values():
+        # One that was being started when a signal came has no number yet: it ends by itself when it finds its parent gone.
+        started = [process for process in running.values() if process.pid is not None]
+        for process in started:
             process.terminate()
+        for process in started:
+            process.join()
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Whole or not at all."""
+    part = target.with_name(f"{target.name}.part")
+    for rest in (part, target):
+        shutil.rmtree(rest, ignore_errors=True)
+    shutil.copytree(source, part)
+    part.rename(target)
+
+
+def missing_runs(study: Study, rows: list[str], outcomes: Outcomes) -> int:
+    """How many are to come, those at a learning rate that is yet to be found included."""
+    missing = 0
+    for method in rows:
+        for batch in study.batches:
+            sweep = sum(Trial(method, batch, factor, study.seeds[0]) not in outcomes for factor in study.sweep)
+            best = None if sweep else best_trial(study, method, batch, outcomes)
+            missing += sweep + sum(best is None or best._replace(seed=seed) not in outcomes for seed in study.seeds[1:])
+    return missing
 
 
 def due_trials(study: Study, rows: list[str], outcomes: Outcomes) -> list[Trial]:
@@ -114,8 +168,9 @@ def _start(study: Study, folder: Path, server: multiprocessing.context.BaseConte
             f"{', '.join(study.start.keep)} that all runs start from")
         shutil.rmtree(folder / "start", ignore_errors=True)
         process = server.Process(target=make_start, args=(study, path))
-        process.start()
-        process.join()
+        with _ended({Trial("start", study.batches[0], 1.0, 0): process}):
+            process.start()
+            process.join()
         if not path.exists():
             raise UserError(f"the common start could not be trained: see {folder / 'start.log'}")
     return path

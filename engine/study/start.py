@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from multiprocessing import parent_process
 from pathlib import Path
 
 from engine.config import load_config
-from engine.study.grid import Study, batch_settings
+from engine.study.grid import Study, batch_settings, optimizer_settings
 from engine.study.trial import alone
 
 
@@ -19,11 +20,12 @@ def make_start(study: Study, path: Path) -> None:
 
     start, batch = study.start, study.batches[0]
     method, folder = study.methods[start.method], path.parent / "start"
-    params = {**method.params, "lr": study.rate(start.method, batch)}
+    if not parent_process().is_alive():  # the study was stopped while this process was being made
+        return
     with alone(folder):
         train(load_config(study.config, [
-            *study.set, *batch_settings(study, batch), *start.set, f"optimizer.type={json.dumps(method.type)}",
-            f"optimizer.params={json.dumps(params)}", "schedule.steps=null", f"schedule.epochs={start.epochs}",
+            *study.set, *batch_settings(study, batch), *optimizer_settings(method, study.rate(start.method, batch), {}), *start.set,
+            "schedule.steps=null", f"schedule.epochs={start.epochs}",
             "schedule.warmup_steps=null", f"schedule.warmup_epochs={study.warmup * start.epochs}", "run.checkpoint_interval=null",
             "run.eval_interval=0", f"run.work_dir={json.dumps(str(folder))}"]))
         weights, _ = read_weights(folder / "checkpoints" / "latest")

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -43,6 +44,8 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> None:
     """Train and evaluate, with all output in a log beside the folder. A stopped trial left no outcome and begins anew."""
+    if not parent_process().is_alive():  # the study was stopped while this process was being made
+        return
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -51,9 +54,11 @@ def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> N
         with alone(folder):
             config = trial_config(study, trial, folder, images=training_images(study), start=start)
             score = _score(config, study.metric)
-    except Exception as problem:  # told in the study's table; the other trials go on
-        error = None if isinstance(problem, _diverged()) else f"{type(problem).__name__}: {problem}"
-    records = read_records(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    except Exception as problem:  # told at the study's end; the other trials go on
+        error = None if isinstance(problem, _diverged()) else f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+    records = read_records(folder / "metrics.jsonl")
+    if records and isinstance(records[-1]["loss"], str):  # not a number, too late in the run to have been stopped for it
+        score = math.nan
     step = statistics.median(record["seconds"] for record in records) if records else 0.0
     folder.mkdir(exist_ok=True)
     write_json(folder / OUTCOME, Outcome(score, len(records), time.monotonic() - began, step, error)._asdict()

@@ -1,5 +1,6 @@
 """A small study as a user runs it: stopped, gone on with, and its report."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +27,18 @@ def begin(tmp_path, *arguments, **changes):
     path = tmp_path / "study.json"
     path.write_text(json.dumps({**STUDY, **changes}))
     return subprocess.Popen([sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
-                            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+                            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "STUDY_OF": str(tmp_path)},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def family(tmp_path):
+    """Processes of the study, also those whose parent is gone: they have its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("STUDY_OF") == str(tmp_path) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def launch(tmp_path, *arguments):
@@ -54,16 +66,22 @@ def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
     assert scores[0] != scores[1]
 
 
-def test_a_study_that_is_stopped_takes_its_runs_along(tmp_path):
-    process = begin(tmp_path, "--methods", "AGVM+SGD", epochs=500, start=None)
-    folder, deadline = tmp_path / "out" / "AGVM+SGD", time.monotonic() + 300
-    while not list(folder.glob("*/metrics.jsonl")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.5)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2, "the server that runs are forked from, and at least one run"
+@pytest.mark.parametrize("when", ["before its first process is there", "while runs are under way"])
+def test_a_study_that_is_stopped_takes_its_runs_along(tmp_path, when):
+    early = when.startswith("before")
+    process = begin(tmp_path, "--methods", "AGVM+SGD", epochs=500, **({} if early else {"start": None}))
+    deadline = time.monotonic() + 300
+    if early:
+        assert process.stdout.readline().startswith("start ")
+    else:
+        while not list((tmp_path / "out" / "AGVM+SGD").glob("*/metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert len(family(tmp_path)) >= 3, "the study, the server that runs are forked from, and at least one run"
     process.terminate()
-    assert process.wait(timeout=60) == 143, process.stderr.read()
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert process.wait(timeout=120) == 143, process.stderr.read()
+    while family(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert family(tmp_path) == []
 
 
 def test_a_slip_is_one_sentence(tmp_path):

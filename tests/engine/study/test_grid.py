@@ -6,12 +6,13 @@ import math
 import pytest
 
 from engine.config import ConfigError
-from engine.study.grid import Study, Trial, agvm_memory, better, keep_settings, load_study, trial_config
-from engine.study.runner import best_trial, due_trials
+from engine.study.grid import (Study, Trial, agvm_memory, better, check_runs, keep_settings, load_study, settings, shared_runs,
+                               trial_config)
+from engine.study.runner import best_trial, due_trials, missing_runs
 from engine.study.trial import Outcome
 
 METHODS = {"SGD": {"type": "SGD", "lr": 0.02, "params": {"momentum": 0.9}},
-           "MegDet": {"type": "SGD", "lr": 0.02, "growth": "linear"},
+           "MegDet": {"type": "SGD", "lr": 0.02, "growth": "linear", "params": {"momentum": 0.9}},
            "AGVM": {"type": "AGVMAdamW", "lr": 1e-3, "growth": "sqrt(1.5)", "params": {"weight_decay": 0.05}},
            "SAM": {"type": "SGD", "lr": 0.02, "sam": {"rho": 0.1}}}
 
@@ -50,14 +51,31 @@ def test_the_config_of_a_run(tmp_path):
     assert sam.optimizer.sam.rho == 0.1 and sam.detector.load_from is None and "tau" not in sam.optimizer.params
 
 
+def test_a_methods_own_settings_win_over_what_the_study_makes_of_it(tmp_path):
+    methods = {"SGD": {**METHODS["SGD"], "set": ["optimizer.params.momentum=0.7", "gradient_clipping=3"]}}
+    config = trial_config(study(methods=methods), Trial("SGD", 8, 1.0, 0), tmp_path, images=620, start=None)
+    assert config.optimizer.params == {"lr": 0.02, "momentum": 0.7} and config.deepspeed["gradient_clipping"] == 3
+
+
+def test_methods_share_a_run_where_their_rules_come_to_the_same():
+    chosen = study()
+    assert settings(chosen, Trial("SGD", 32, 2, 1)) == settings(chosen, Trial("MegDet", 32, 2, 1))
+    assert settings(chosen, Trial("SGD", 32, 2, 1)) != settings(chosen, Trial("MegDet", 32, 2, 0))
+    assert shared_runs(chosen, list(METHODS)) == {("MegDet", "SGD"): [8, 32]}  # beyond the knee they part
+
+
 def test_the_sweep_comes_first_and_the_other_seeds_run_at_its_best():
     chosen, outcomes = study(batches=[8]), {}
     assert due_trials(chosen, ["SGD"], outcomes) == [Trial("SGD", 8, factor, 0) for factor in (0.5, 1, 2)]
     outcomes |= {Trial("SGD", 8, 0.5, 0): outcome(0.3), Trial("SGD", 8, 1, 0): outcome(0.4),
                  Trial("SGD", 8, 2, 0): outcome(math.nan)}
     assert due_trials(chosen, ["SGD"], outcomes) == [Trial("SGD", 8, 1, 1)]
+    assert missing_runs(chosen, ["SGD"], outcomes) == 1 and missing_runs(chosen, ["SGD", "SAM"], outcomes) == 1 + 4
     outcomes[Trial("SGD", 8, 1, 1)] = outcome(0.2)
-    assert due_trials(chosen, ["SGD"], outcomes) == []
+    assert due_trials(chosen, ["SGD"], outcomes) == [] and missing_runs(chosen, ["SGD"], outcomes) == 0
+    # A rate that was added later wins: the second seed at the old best no longer counts.
+    outcomes[Trial("SGD", 8, 4, 0)] = outcome(0.6)
+    assert missing_runs(study(batches=[8], sweep=[0.5, 1, 2, 4]), ["SGD"], outcomes) == 1
 
 
 def test_where_all_diverge_the_smallest_rate_stands_for_the_method():
@@ -73,6 +91,8 @@ def test_where_all_diverge_the_smallest_rate_stands_for_the_method():
     ({"batches": [4]}, "two or more micro-batches of 4"),
     ({"batches": [10]}, "two or more micro-batches of 4"),
     ({"sweep": [0]}, "factors > 0"),
+    ({"seeds": [0, -1]}, "seeds must be whole numbers >= 0"),
+    ({"methods": {"../up": METHODS["SGD"]}}, "letters, digits and . . - _, got '../up'"),
     ({"start": {"method": "Adam", "epochs": 1}}, "start.method must be one of"),
 ])
 def test_what_cannot_be_studied_is_refused_in_a_sentence(changes, sentence, tmp_path):
@@ -88,8 +108,21 @@ def test_names_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match='method "AdamX" is none of .* .did you mean "AdamW"'):
         load_study("shapes", {}, ["AdamX"])
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+    with pytest.raises(ConfigError, match="broken.json is not JSON: "):
         load_study(str(tmp_path / "broken.json"), {})
+    (tmp_path / "twice.json").write_text('{"methods": {"SGD": {}, "SGD": {}}}')
+    with pytest.raises(ConfigError, match='the key "SGD" stands twice'):
+        load_study(str(tmp_path / "twice.json"), {})
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"type": "AdamX"}, 'method "X" at batch 8: optimizer.type "AdamX" is none of .*AdamW'),
+    ({"sam": {"rh": 1}}, 'method "X" at batch 8: .*rh'),
+    ({"set": ["optimiser.type=SGD"]}, 'method "X" at batch 8: unknown key "optimiser"'),
+])
+def test_every_runs_config_is_read_before_the_first_is_trained(changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_runs(study(methods={"SGD": METHODS["SGD"], "X": {**METHODS["SGD"], **changes}}), ["SGD", "X"])
 
 
 def test_shipped_studies_load_and_keep_the_order_of_their_methods():
@@ -111,3 +144,25 @@ def test_a_folder_takes_more_of_the_same_study_and_no_other(tmp_path):
         keep_settings(study(epochs=7), tmp_path)
     with pytest.raises(ConfigError, match="another methods.SGD"):
         keep_settings(study(methods={**METHODS, "SGD": {"type": "SGD", "lr": 0.5}}), tmp_path)
+    # Nor after a study without that method in between.
+    keep_settings(study(methods={"SAM": METHODS["SAM"]}), tmp_path)
+    with pytest.raises(ConfigError, match="another methods.SGD"):
+        keep_settings(study(methods={"SGD": {"type": "SGD", "lr": 0.5}}), tmp_path)
+
+
+def test_a_folder_is_refused_where_the_runs_own_config_has_changed(tmp_path):
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"train_batch_size": 8}))
+    keep_settings(study(config=str(config)), tmp_path / "out")
+    config.write_text(json.dumps({"train_batch_size": 8, "gradient_clipping": 2}))
+    with pytest.raises(ConfigError, match="another run: "):
+        keep_settings(study(config=str(config)), tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot hold a study"):
+        keep_settings(study(), tmp_path / "file")
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as the settings of a study"):
+        keep_settings(study(), tmp_path)
