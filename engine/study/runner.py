@@ -34,49 +34,67 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
     server.set_forkserver_preload(["engine.study.preload"])
     with _alone_in(folder):
         start = _start(study, folder, server, say)
-        outcomes = read_outcomes(study, rows, folder)
-        total = len(rows) * len(study.batches) * (len(study.sweep) + len(study.seeds) - 1)
-        say(f"study   {total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
+        field = _Field(study, rows, folder, start, server, say)
+        say(f"study   {field.total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
             f"{', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed {study.seeds[0]}, the best of them with "
-            f"{len(study.seeds) - 1} more; {total - missing_runs(study, rows, outcomes)} are done, {at_once} run at once")
-        running: dict[Trial, multiprocessing.Process] = {}
-        began, done, failed = time.monotonic(), 0, 0
-        with _ended(running):
-            while True:
-                waiting = [trial for trial in due_trials(study, rows, outcomes) if trial not in running]
-                while waiting and len(running) < at_once:
-                    trial = waiting.pop(0)
-                    # Another method's rule may come to the same here, such as MegDet's below the knee.
-                    own = settings(study, trial)
-                    same = next((other for other in [*outcomes, *running] if settings(study, other) == own), None)
-                    if same in running:
-                        continue
-                    if same is not None:
-                        _copy(folder / same.name, folder / trial.name)
-                        outcomes[trial] = outcomes[same]
-                        say(f"[{total - missing_runs(study, rows, outcomes)}/{total}] {_label(trial)}: the same run as "
-                            f"{_label(same)}, taken from there")
-                        continue
-                    running[trial] = server.Process(target=run_trial, args=(study, trial, folder / trial.name, start))
-                    running[trial].start()
-                if not running and not due_trials(study, rows, outcomes):
-                    return outcomes
+            f"{len(study.seeds) - 1} more; {field.done} are done, {at_once} run at once")
+        with _ended(field.running):
+            while field.begin(at_once) or field.running:
                 time.sleep(0.2)
-                for trial in [trial for trial, process in running.items() if not process.is_alive()]:
-                    outcome = read_outcome(folder / trial.name)
-                    if outcome is None:
-                        code = running[trial].exitcode
-                        raise UserError(f"the run {trial.name} ended with {code} and no outcome: see {folder / trial.name}.log; "
-                                        "start the same command again to go on")
-                    del running[trial]
-                    outcomes[trial] = outcome
-                    done, failed = done + 1, failed + bool(outcome.error)
-                    left = missing_runs(study, rows, outcomes)
-                    say(f"[{total - left}/{total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, "
-                        f"ETA {_duration((time.monotonic() - began) / done * left)}")
-                    if failed == done >= TRIES:
-                        raise UserError(f"the first {done} runs failed, the last one with {outcome.error}: see "
-                                        f"{folder / trial.name}.log")
+                field.collect()
+        return field.outcomes
+
+
+class _Field:
+    """Which trials are done, which run, and which come next."""
+
+    def __init__(self, study: Study, rows: list[str], folder: Path, start: Path | None,
+                 server: multiprocessing.context.BaseContext, say: Callable[[str], None]) -> None:
+        self.study, self.rows, self.folder, self.start, self.server, self.say = study, rows, folder, start, server, say
+        self.outcomes = read_outcomes(study, rows, folder)
+        self.running: dict[Trial, multiprocessing.Process] = {}
+        self.total = len(rows) * len(study.batches) * (len(study.sweep) + len(study.seeds) - 1)
+        self.began, self.finished, self.failed = time.monotonic(), 0, 0
+
+    @property
+    def done(self) -> int:
+        return self.total - missing_runs(self.study, self.rows, self.outcomes)
+
+    def begin(self, at_once: int) -> bool:
+        """Start what is due, as long as there is room; False where nothing is due."""
+        due = due_trials(self.study, self.rows, self.outcomes)
+        for trial in (trial for trial in due if trial not in self.running):
+            if len(self.running) >= at_once:
+                break
+            # Another method's rule may come to the same here, such as MegDet's below the knee.
+            own = settings(self.study, trial)
+            same = next((other for other in [*self.outcomes, *self.running] if settings(self.study, other) == own), None)
+            if same is None:
+                self.running[trial] = self.server.Process(
+                    target=run_trial, args=(self.study, trial, self.folder / trial.name, self.start))
+                self.running[trial].start()
+            elif same in self.outcomes:
+                _copy(self.folder / same.name, self.folder / trial.name)
+                self.outcomes[trial] = self.outcomes[same]
+                self.say(f"[{self.done}/{self.total}] {_label(trial)}: the same run as {_label(same)}, taken from there")
+        return bool(due)
+
+    def collect(self) -> None:
+        """Take the outcomes of the runs that have ended."""
+        for trial in [trial for trial, process in self.running.items() if not process.is_alive()]:
+            log = f"{self.folder / trial.name}.log"
+            outcome = read_outcome(self.folder / trial.name)
+            if outcome is None:
+                raise UserError(f"the run {trial.name} ended with {self.running[trial].exitcode} and no outcome: see {log}; start "
+                                "the same command again to go on")
+            del self.running[trial]
+            self.outcomes[trial] = outcome
+            self.finished, self.failed = self.finished + 1, self.failed + bool(outcome.error)
+            left = (time.monotonic() - self.began) / self.finished * (self.total - self.done)
+            self.say(f"[{self.done}/{self.total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, "
+                     f"ETA {_duration(left)}")
+            if self.failed == self.finished >= TRIES:
+                raise UserError(f"the first {self.finished} runs failed, the last one with {outcome.error}: see {log}")
 
 
 @contextlib.contextmanager
