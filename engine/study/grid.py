@@ -159,7 +159,7 @@ def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None =
     """A study with some of its fields replaced, and those of its methods that were asked for, in its order."""
     path = _find(name)
     try:
-        study = Study(**{**load_json(path), **given})
+        study = Study(**{**_with_base(path), **given})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -210,6 +210,17 @@ def keep_settings(study: Study, folder: Path) -> None:
         raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
     new["methods"] = {**known, **new["methods"]}  # one that is left out today may come back, and must be the same then
     path.write_text(json.dumps(new, indent=2))
+
+
+def _with_base(path: Path) -> dict[str, Any]:
+    """What a study's file says, on top of the study that it names as its `base`."""
+    data = load_json(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"study {path}: base must be the name of a study, got {base!r}")
+    return {**load_json(_find(base)), **data}
 
 
 def _find(name: str) -> Path:

@@ -130,11 +130,20 @@ def test_shipped_studies_load_and_keep_the_order_of_their_methods():
     from pathlib import Path
 
     names = [file.stem for folder in folders for file in (Path(folder) / "studies").glob("*.json")]
-    assert {"shapes", "miniature"} <= set(names)
+    assert {"shapes", "miniature", "bccd"} <= set(names)
     for name in names:
         chosen, rows = load_study(name, {})
         assert rows == list(chosen.methods)
     assert load_study("shapes", {}, ["AdamW", "SGD"])[1] == ["SGD", "AdamW"]
+
+
+def test_a_study_on_top_of_another_says_only_what_differs(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps({"base": "shapes", "epochs": 2, "start": None}))
+    mine, shapes = load_study(str(tmp_path / "mine.json"), {})[0], load_study("shapes", {})[0]
+    assert mine == shapes.model_copy(update={"epochs": 2.0, "start": None})
+    (tmp_path / "mine.json").write_text(json.dumps({"base": ["shapes"]}))
+    with pytest.raises(ConfigError, match="base must be the name of a study"):
+        load_study(str(tmp_path / "mine.json"), {})
 
 
 def test_a_folder_takes_more_of_the_same_study_and_no_other(tmp_path):
