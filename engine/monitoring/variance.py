@@ -88,8 +88,14 @@ def title(runs: Sequence[Variances]) -> str:
 
 
 def matched_end(runs: Sequence[Variances], axis: str) -> float:
-    """How far all runs go, in steps or epochs."""
-    return min(run.end(axis) for run in runs)
+    """How far all runs go, in steps or epochs; UserError where one of them has measured nothing until there."""
+    end = min(run.end(axis) for run in runs)
+    for run in runs:
+        first = min(curve.on(axis)[0] for curve in run.phi.values())
+        if first > end:
+            raise UserError(f"{run.run} has its first gradient variance at {axis} {first:g}, behind the end of the shortest run "
+                            f"({end:g}): train it with optimizer.params.start_step=0, or leave the matched {axis}s out")
+    return end
 
 
 def summary(groups: Sequence[Sequence[Variances]], axis: str = "step", end: float = math.inf) -> str:
