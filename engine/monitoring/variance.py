@@ -57,10 +57,10 @@ class Variances:
 
 def read_variances(run: Path) -> Variances:
     records = read_records(run / "metrics.jsonl")
-    if not any("phi" in record for record in records):
+    phi = _curves(records, "phi")
+    if not phi:  # also where none of them was a finite number
         raise UserError(f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
                         "(tau within the run's length; clip [1, 1] measures without modulating)")
-    phi = _curves(records, "phi")
     anchor = _config(run).get("optimizer", {}).get("params", {}).get("anchor", "backbone")
     return Variances(run, anchor if anchor in phi else next(iter(phi)), phi, _curves(records, "mu"),
                      records[-1]["step"], records[-1]["epoch"])

@@ -112,9 +112,10 @@ def test_a_column_per_group_and_rows_for_each_axis(runs, tmp_path):
 
 
 def test_a_run_without_measurements_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.1, "loss": 1.0}\n')
-    with pytest.raises(UserError, match="no gradient variances"):
-        read_variances(tmp_path)
+    for more in ("", ', "phi": {"backbone": "nan"}'):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.1, "loss": 1.0%s}\n' % more)
+        with pytest.raises(UserError, match="no gradient variances"):
+            read_variances(tmp_path)
 
 
 def test_a_row_shows_the_highest_of_its_runs(tmp_path, monkeypatch):

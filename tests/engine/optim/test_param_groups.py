@@ -68,7 +68,8 @@ def test_norms_and_biases_can_go_without_decay(options):
     modules = dict(model.named_modules())
 
     def is_norm(name):  # and what goes with them
-        return name.endswith(("relative_position_bias_table", "absolute_pos_embed")) or "Norm" in type(modules[name.rpartition(".")[0]]).__name__
+        table = name.endswith(("relative_position_bias_table", "absolute_pos_embed"))
+        return table or "Norm" in type(modules[name.rpartition(".")[0]]).__name__
 
     for norms, biases in ((False, True), (True, False), (False, False)):
         found = table(model, norm_decay=norms, bias_decay=biases)
