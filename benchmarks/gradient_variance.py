@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Collection
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pipeline -> detector: of 64-pixel images a smaller Faster R-CNN is enough.
@@ -56,7 +57,20 @@ def main() -> None:
     arguments.add_argument("--at-once", type=int, default=2, metavar="N", help="runs side by side, a core each (default 2)")
     options = arguments.parse_args()
     waiting = deque((name, *run) for name, run in runs().items() if not (options.out / name / "done").exists())
-    total, began, running = len(waiting), time.monotonic(), {}
+    running: dict[str, subprocess.Popen] = {}
+    try:
+        _train_all(options, waiting, running)
+    finally:
+        _stop(running.values())  # of a failed run the other one would go on alone
+    for pipeline in PIPELINES:
+        folders = [str(options.out / name) for name in runs() if name.startswith(f"{pipeline}/")]
+        print(f"\n{pipeline}", flush=True)
+        subprocess.run([sys.executable, ROOT / "launch/plot.py", *folders, "--matched", "step", "epoch", "--smooth", "0.8",
+                        "--out", str(options.out / f"{pipeline}.png")], check=True)
+
+
+def _train_all(options: argparse.Namespace, waiting: deque, running: dict[str, subprocess.Popen]) -> None:
+    total, began = len(waiting), time.monotonic()
     while waiting or running:
         while waiting and len(running) < options.at_once:
             name, pipeline, settings = waiting.popleft()
@@ -71,11 +85,18 @@ def main() -> None:
             (options.out / name / "done").touch()
             done = total - len(waiting) - len(running)
             print(f"{done}/{total} {name}  ETA {(time.monotonic() - began) / done * (total - done) / 60:.0f} min", flush=True)
-    for pipeline in PIPELINES:
-        folders = [str(options.out / name) for name in runs() if name.startswith(f"{pipeline}/")]
-        print(f"\n{pipeline}", flush=True)
-        subprocess.run([sys.executable, ROOT / "launch/plot.py", *folders, "--matched", "step", "epoch", "--smooth", "0.8",
-                        "--out", str(options.out / f"{pipeline}.png")], check=True)
+
+
+def _stop(processes: Collection[subprocess.Popen]) -> None:
+    """SIGTERM for all at once, and SIGKILL for what does not heed it."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _start(folder: Path, pipeline: str, settings: list[str]) -> subprocess.Popen:

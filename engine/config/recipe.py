@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from engine.config.errors import ConfigError, nearest
 from engine.config.keys import split_key, value_at
+from engine.config.recipe_options import ABSENT, AUTO, as_tree, lay_under, part_at
 from engine.config.schema import RunConfig
-from engine.recipes import Recipe, find_recipe, recipe_names
+from engine.recipes import Recipe, Setting, find_recipe, recipe_names
 
-AUTO = "auto"
-_ABSENT = object()
 # Of each pair a run takes one: a length in steps of the user's own leaves no room for the recipe's epochs.
 _EITHER = ({"schedule.epochs", "schedule.steps"}, {"schedule.warmup_epochs", "schedule.warmup_steps"})
 _SPLITS = ("data.train", "data.val")  # one's own training data is not scored on COCO's validation
@@ -19,6 +19,7 @@ _BELONGING = {"detector.config": "detector.", "data.dataset": "data."}  # what b
 # Where "auto" means the recipe's value. mmdet's and DeepSpeed's own keys have their own meaning of the word.
 _OURS = ("detector", "data", "optimizer", "schedule")
 _FOREIGN = ("detector.options", "data.augmentation")
+_OPTIONS = "detector.options."
 _SOURCES = {"paper": "", "code": " [the authors' code]", "ours": " [ours]"}
 
 
@@ -32,7 +33,7 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
     recipe = _find(name)
     batch = _batch(data, name)
     data = copy.deepcopy(data)
-    for key in [key for pair in _EITHER for key in pair if value_at(data, key, _ABSENT) is None]:
+    for key in [key for pair in _EITHER for key in pair if value_at(data, key, ABSENT) is None]:
         _remove(data, key)  # a saved config writes the one that was not given as null
     values = {setting.key: setting.value for setting in recipe.settings(batch)} | recipe.files()
     own_rule = _own(data, "optimizer.type", recipe, batch)
@@ -42,9 +43,15 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
     skipped = _without_say(data, recipe, batch)
     if any(_is_given(data, split) for split in _SPLITS):
         skipped.update(_SPLITS)
+    values = {key: value for key, value in values.items() if key not in skipped}
+    _fill_options(data, {key.removeprefix(_OPTIONS): value for key, value in values.items() if key.startswith(_OPTIONS)})
     for key, value in values.items():
-        if key not in skipped and _is_free(data, key):
+        if not key.startswith(_OPTIONS) and _is_free(data, key):
             _put(data, key, copy.deepcopy(value))
+    for pair in _EITHER:
+        if any(_is_given(data, key) for key in pair):  # "auto" beside it asks for no second length
+            for key in [key for key in pair if value_at(data, key) == AUTO]:
+                _remove(data, key)
     for key in _autos(data):
         raise ConfigError(f'{key} is "auto" but recipe "{name}" has no value for it: give one')
     return data
@@ -58,16 +65,51 @@ def explain(config: RunConfig) -> list[str]:
     lines = [f"recipe  {config.recipe} at batch {batch}"]
     recipe = find_recipe(config.recipe)
     skipped = _without_say(data, recipe, batch)
+    options = data["detector"]["options"]
     for setting in recipe.settings(batch):
         if setting.key in skipped:
             continue
-        given = value_at(data, setting.key)
-        rule = setting.rule + _SOURCES[setting.source]
-        if given == setting.value:
-            lines.append(f"  {setting.key} {_text(given)}  ({rule})")
+        if setting.key.startswith(_OPTIONS):
+            lines += _option_lines(setting, options)
         else:
-            lines.append(f"  {setting.key} {_text(given)}  (yours, where the recipe has {_text(setting.value)}: {rule})")
+            lines.append(_line(setting.key, value_at(data, setting.key), setting.value, _rule(setting)))
+    for key, value in recipe.files().items():
+        if key not in skipped:
+            lines.append(_file_line(key, value_at(data, key), value))
     return lines
+
+
+def _rule(setting: Setting) -> str:
+    return setting.rule + _SOURCES[setting.source]
+
+
+def _line(key: str, given: Any, theirs: Any, rule: str) -> str:
+    if given == theirs:
+        return f"  {key} {_text(given)}  ({rule})"
+    return f"  {key} {_text(given)}  (yours, where the recipe has {_text(theirs)}: {rule})"
+
+
+def _option_lines(setting: Setting, options: Mapping[str, Any]) -> list[str]:
+    """An option of the recipe's, and behind a dictionary the user's own values in it."""
+    key = setting.key.removeprefix(_OPTIONS)
+    given = options[key] if key in options else part_at(as_tree(options), key)
+    lines = [_line(setting.key, None if given is ABSENT else given, setting.value, _rule(setting))]
+    for inside in options if isinstance(setting.value, dict) else ():
+        if inside.startswith(f"{key}."):
+            theirs = part_at(as_tree({key: setting.value}), inside)
+            text = "nothing" if theirs is ABSENT else _text(theirs)
+            lines.append(f"  {_OPTIONS}{inside} {_text(options[inside])}  (yours, where the recipe has {text}: {_rule(setting)})")
+    return lines
+
+
+def _file_line(key: str, given: Any, theirs: Any) -> str:
+    """Read files are absolute paths: the recipe's where they end like the recipe's."""
+    given_files, their_files = (node if isinstance(node, Mapping) else {"": node} for node in (given, theirs))
+    pairs = [(given_files.get(word), name) for word, name in their_files.items()]
+    is_theirs = all(path is not None and Path(path).parts[-len(Path(name).parts):] == Path(name).parts for path, name in pairs)
+    text, other = (", ".join(str(path) for path in files.values() if path is not None) or "left out"
+                   for files in (given_files, their_files))
+    return f"  {key} {text}  (the recipe's files)" if is_theirs else f"  {key} {text}  (yours, where the recipe has {other})"
 
 
 def _text(value: Any) -> str:
@@ -121,6 +163,12 @@ def _is_given(data: Mapping[str, Any], key: str) -> bool:
 def _is_free(data: Mapping[str, Any], key: str) -> bool:
     taken = any(key in pair and any(_is_given(data, other) for other in pair) for pair in _EITHER)
     return value_at(data, key, AUTO) == AUTO and not taken
+
+
+def _fill_options(data: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    own = value_at(data, "detector.options", AUTO)
+    if theirs and (own == AUTO or isinstance(own, dict)):  # anything else is refused by validation
+        _put(data, "detector.options", lay_under(theirs, {} if own == AUTO else own))
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:

@@ -136,7 +136,8 @@ _DETECTION_ONLY = ("scale", "train_scales", "augmentation", "keep_empty", "group
 
 
 class ParamwiseConfig(Block):
-    norm_decay: bool = Field(True, description="weight decay on normalisation layers and other scales of one dimension")
+    norm_decay: bool = Field(True, description="weight decay on normalisation layers, other scales of one dimension, and "
+                                               "Swin's tables of positions")
     bias_decay: bool = Field(True, description="weight decay on biases")
     lr_mult: dict[str, Annotated[float, Field(ge=0)]] = Field({}, description='learning-rate factor by prefix, e.g. {"backbone": 0.1}')
     layer_decay: float | None = Field(

@@ -172,11 +172,22 @@ def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) 
         check_segments(content, split.annotations)
 
 
+# Listed by the JSON of Objects365's second version and in none of its archives (mmdet's datasets/objects365.py).
+_OBJECTS365_LACKS = ("patch16/objects365_v2_00908726.jpg", "patch6/objects365_v1_00320532.jpg",
+                     "patch6/objects365_v1_00320534.jpg")
+
+
 def settle_file_names(content: dict[str, Any], folder: str) -> None:
     """Let `file_name` lead from the image folder to the images.
 
-    Objects365's second version names `images/v1/patch8/NAME.jpg`, and its archives unpack to `patch8/NAME.jpg`.
+    Objects365's second version names `images/v1/patch8/NAME.jpg`, and its archives unpack to `patch8/NAME.jpg`. They lack
+    three images, which go with their annotations.
     """
+    lacking = {image["id"] for image in content["images"]
+               if str(image["file_name"]).endswith(_OBJECTS365_LACKS) and not Path(folder, image["file_name"]).is_file()}
+    if len(lacking) < len(content["images"]):
+        content["images"] = [image for image in content["images"] if image["id"] not in lacking]
+        content["annotations"] = [a for a in content["annotations"] if a["image_id"] not in lacking]
     first = Path(content["images"][0]["file_name"])
     if len(first.parts) > 2 and not (Path(folder) / first).is_file() and Path(folder, *first.parts[-2:]).is_file():
         for image in content["images"]:

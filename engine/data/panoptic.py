@@ -19,7 +19,7 @@ from engine.data.panoptic_map import PanopticMap, read_ids
 from mmdet.datasets.transforms import LoadAnnotations  # noqa: E402
 from mmdet.structures.mask import BitmapMasks  # noqa: E402
 
-IGNORED = 255  # class of void pixels in mmdet's training maps
+IGNORED = 255  # class of void pixels in mmdet's training maps, whose pixels are bytes
 
 
 class PanopticCoco(GigadetCoco):
@@ -60,7 +60,10 @@ class PanopticCoco(GigadetCoco):
 
 
 def check_segments(content: dict[str, Any], path: str) -> None:
-    """Every image has its entry, and every segment an id of its own and a known category."""
+    """Every image has its entry, every segment an id of its own and a known category, and a byte can hold the classes."""
+    if len(content["categories"]) > IGNORED:
+        raise DataError(f"annotation file {path} lists {len(content['categories'])} categories, but panoptic training takes at "
+                        f"most {IGNORED}, for a pixel of its maps is a byte and {IGNORED} stands for void: join or remove some")
     categories = {category["id"] for category in content["categories"]}
     known = set()
     for place, annotation in enumerate(content["annotations"]):
@@ -71,10 +74,14 @@ def check_segments(content: dict[str, Any], path: str) -> None:
             raise DataError(f'{where} has no "file_name", the name of its PNG')
         ids = set()
         for segment in annotation["segments_info"]:
-            lacking = [key for key in ("id", "category_id") if key not in segment]
-            if lacking:
-                raise DataError(f'{where} has a segment without "{lacking[0]}"')
-            if segment["category_id"] not in categories:
+            if not isinstance(segment, dict):
+                raise DataError(f'{where} has a segment that is no object with "id" and "category_id": {segment!r}')
+            for key in ("id", "category_id"):
+                if key not in segment:
+                    raise DataError(f'{where} has a segment without "{key}"')
+            if type(segment["id"]) is not int:
+                raise DataError(f'{where} has a segment whose "id" must be a whole number, got {segment["id"]!r}')
+            if not isinstance(segment["category_id"], (int, str)) or segment["category_id"] not in categories:
                 raise DataError(f"{where} has a segment of category {segment['category_id']}, "
                                 "which is not among the categories")
             if segment["id"] in ids:

@@ -43,7 +43,17 @@ def _plain(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+    """The records of a file, without the half line that a killed or a running run may leave at its end."""
+    lines = [(number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()] \
+        if path.is_file() else []
+    records = []
+    for number, line in lines:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if (number, line) != lines[-1]:
+                raise UserError(f"{path}, line {number} is not JSON ({error.msg}): remove the line") from None
+    return records
 
 
 def cut_records(source: Path, target: Path, *, last_step: int) -> None:

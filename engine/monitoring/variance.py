@@ -57,10 +57,10 @@ class Variances:
 
 def read_variances(run: Path) -> Variances:
     records = read_records(run / "metrics.jsonl")
-    if not any("phi" in record for record in records):
+    phi = _curves(records, "phi")
+    if not phi:  # also where none of them was a finite number
         raise UserError(f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
                         "(tau within the run's length; clip [1, 1] measures without modulating)")
-    phi = _curves(records, "phi")
     anchor = _config(run).get("optimizer", {}).get("params", {}).get("anchor", "backbone")
     return Variances(run, anchor if anchor in phi else next(iter(phi)), phi, _curves(records, "mu"),
                      records[-1]["step"], records[-1]["epoch"])
@@ -88,8 +88,14 @@ def title(runs: Sequence[Variances]) -> str:
 
 
 def matched_end(runs: Sequence[Variances], axis: str) -> float:
-    """How far all runs go, in steps or epochs."""
-    return min(run.end(axis) for run in runs)
+    """How far all runs go, in steps or epochs; UserError where one of them has measured nothing until there."""
+    end = min(run.end(axis) for run in runs)
+    for run in runs:
+        first = min(curve.on(axis)[0] for curve in run.phi.values())
+        if first > end:
+            raise UserError(f"{run.run} has its first gradient variance at {axis} {first:g}, behind the end of the shortest run "
+                            f"({end:g}): train it with optimizer.params.start_step=0, or leave the matched {axis}s out")
+    return end
 
 
 def summary(groups: Sequence[Sequence[Variances]], axis: str = "step", end: float = math.inf) -> str:

@@ -36,7 +36,10 @@ def draw_variance(runs: Sequence[Variances], path: Path, *, axes: Sequence[str] 
                            "mu": "mu, factor on the rate"}[kind])
     for group, panel in zip(groups, panels[0]):
         panel.set_title(title(group), fontsize=10)
-    panels[0, -1].legend(fontsize=8)
+    # A module may be in some columns only, as a head that one pipeline has and another has not.
+    named = {name: line for panel in panels[0] for line, name in zip(*panel.get_legend_handles_labels())}
+    shown = [module for module in modules if module in named]
+    panels[0, -1].legend([named[module] for module in shown], shown, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path

@@ -11,6 +11,8 @@ from engine.config.errors import ConfigError, nearest
 from engine.config.schema import ParamwiseConfig
 from engine.optim.modules import detector_modules
 
+# Swin's tables of positions, which its authors leave without decay as they do norms (mmdet's and timm's names).
+_POSITIONS = ("relative_position_bias_table", "absolute_pos_embed")
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -30,7 +32,7 @@ def param_groups(model: nn.Module, paramwise: ParamwiseConfig, *, lr: float, wei
             found = f"in modules {', '.join(homes)}" if homes else f"in none of the modules {', '.join(modules)}"
             raise ConfigError(f'parameter "{name}" is {found}: name its module, and only one, in optimizer.params.modules')
         scale = _dimensions(parameter) <= 1 and not name.endswith("bias")  # LayerScale, a temperature, a class's own norm
-        decays = (paramwise.norm_decay if isinstance(owner, _NORMS) or scale else
+        decays = (paramwise.norm_decay if isinstance(owner, _NORMS) or scale or name.endswith(_POSITIONS) else
                   paramwise.bias_decay if name.endswith("bias") else True)
         factor = max(((len(p), f) for p, f in paramwise.lr_mult.items() if _below(name, p)), default=(0, 1.0))[1]
         if name in layers:

@@ -23,13 +23,17 @@ class Recipe:
     def settings(self, batch: int) -> list[Setting]:
         """Every value of a run at this batch size, in the order in which they are told."""
         backbone = self.backbone.settings() if self.backbone else []
+        if self.pipeline.batch_norm and not (self.backbone and self.backbone.batch_norm):
+            backbone.append(Setting("detector.sync_bn", True, "batch-norm statistics of the head over all ranks", "ours"))
         return [*self.pipeline.settings(), *backbone, *map(self._longer, self.training.settings(batch, agvm=self.agvm))]
 
     def _longer(self, setting: Setting) -> Setting:
         extra = self.backbone.extra_epochs if self.backbone else 0
         if setting.key != "schedule.epochs" or not extra:
             return setting
-        return setting._replace(value=setting.value + extra, rule=f"{setting.value}, and {extra} more with this backbone")
+        source = self.pipeline.longer_source if setting.source == "paper" else setting.source
+        return setting._replace(value=setting.value + extra, rule=f"{setting.value}, and {extra} more with this backbone",
+                                source=source)
 
     def files(self) -> dict[str, Any]:
         """Where data and first weights lie if the user does not say: names of files, which no rule gives."""
@@ -47,6 +51,8 @@ def _recipes() -> dict[str, Recipe]:
             for optimizer, training in pipeline.training.items():
                 if backbone_name == "swin_t" and optimizer != "adamw":
                     continue  # nobody trains it so, the paper neither; and MegDet is about batch norm
+                if backbone_name != "swin_t" and optimizer in pipeline.only_swin:
+                    continue
                 if backbone and backbone.table != optimizer:
                     training = training.borrowed()
                 for agvm in (True, False) if optimizer != "megdet" else (False,):

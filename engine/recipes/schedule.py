@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.recipes.setting import Setting, Source
@@ -12,6 +12,14 @@ class Part(Protocol):
     """A part of a schedule, whatever it is counted in."""
 
     def settings(self, batch: int) -> list[Setting]:
+        ...
+
+
+class Shape(Part, Protocol):
+    """A warm-up or a decay, which other models than those of the paper's table and the authors' code may borrow."""
+
+    def borrowed(self) -> "Shape":
+        """The same numbers, as ours."""
         ...
 
 
@@ -31,9 +39,11 @@ class Images:
     """The same number of images at every batch size, counted in optimizer steps."""
 
     images: int
+    source: Source = "paper"
 
     def settings(self, batch: int) -> list[Setting]:
-        return [Setting("schedule.steps", max(1, round(self.images / batch)), f"{self.images} images / {batch}")]
+        steps = max(1, round(self.images / batch))
+        return [Setting("schedule.steps", steps, f"{self.images} images / {batch}", self.source)]
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,9 @@ class WarmupEpochs:
     source: Source = "paper"
     shape_source: Source = "code"
 
+    def borrowed(self) -> "WarmupEpochs":
+        return replace(self, source="ours", shape_source="ours")
+
     def settings(self, batch: int) -> list[Setting]:
         epochs = [epochs for start, epochs in self.from_batch if batch >= start][-1]
         steps = ", ".join([f"{self.from_batch[0][1]}", *(f"{n} from batch {start} on" for start, n in self.from_batch[1:])])
@@ -61,11 +74,15 @@ class WarmupSteps:
 
     steps: int
     to_batch: int
+    source: Source = "paper"
+
+    def borrowed(self) -> "WarmupSteps":
+        return replace(self, source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
         steps = max(1, round(self.steps * min(1.0, self.to_batch / batch)))
         rule = f"{self.steps} steps to batch {self.to_batch}, as many images beyond"
-        return [Setting("schedule.warmup_steps", steps, rule),
+        return [Setting("schedule.warmup_steps", steps, rule, self.source),
                 Setting("schedule.warmup", "linear", "from 0.001 of the learning rate", "ours")]
 
 
@@ -76,6 +93,9 @@ class MultiStep:
     milestones: tuple[float, ...]
     milestones_source: Source  # the paper says "MultiStep" and no more
     source: Source = "paper"
+
+    def borrowed(self) -> "MultiStep":
+        return replace(self, source="ours", milestones_source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
         shares = " and ".join(f"{m:g}" for m in self.milestones)
@@ -89,7 +109,11 @@ class Poly:
     """(1 - step / steps)^power."""
 
     power: float
+    source: Source = "paper"
+
+    def borrowed(self) -> "Poly":
+        return replace(self, source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
-        return [Setting("schedule.decay", "poly", "(1 - step / steps)^power"),
-                Setting("schedule.power", self.power, "Poly's exponent")]
+        return [Setting("schedule.decay", "poly", "(1 - step / steps)^power", self.source),
+                Setting("schedule.power", self.power, "Poly's exponent", self.source)]

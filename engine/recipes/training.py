@@ -7,7 +7,7 @@ from typing import Any, Mapping
 
 from engine.recipes.agvm import Interval
 from engine.recipes.learning_rate import ScalingLaw
-from engine.recipes.schedule import MultiStep, Part, WarmupEpochs
+from engine.recipes.schedule import MultiStep, Part, Shape, WarmupEpochs
 from engine.recipes.setting import Setting, Source
 
 
@@ -16,8 +16,8 @@ class Training:
     optimizer: str  # of torch; AGVM's has the same name behind "AGVM"
     law: ScalingLaw
     length: Part
-    warmup: Part
-    decay: Part
+    warmup: Shape
+    decay: Shape
     weight_decay: float
     clip_beyond: int | None = None  # clip gradients to norm 1 at batches beyond this one
     source: Source = "paper"  # of weight decay and clipping
@@ -37,9 +37,9 @@ class Training:
         return [*found, self._clipping(batch)]
 
     def borrowed(self) -> "Training":
-        """The same numbers where the paper's table is of other models."""
+        """The same numbers where the paper's table, and the authors' code, are of other models."""
         return replace(self, source="ours", law=replace(self.law, start_source="ours", source="ours"),
-                       warmup=replace(self.warmup, source="ours"), decay=replace(self.decay, source="ours"))
+                       warmup=self.warmup.borrowed(), decay=self.decay.borrowed())
 
     def _clipping(self, batch: int) -> Setting:
         if self.clip_beyond is None:
@@ -67,6 +67,7 @@ def coco_megdet(length: Part, *, lr: float = 0.04) -> Training:
 
 
 def coco_adamw(length: Part, *, law: ScalingLaw = ScalingLaw(name="AdamW", lr=2e-4, doubling=1.5)) -> Training:
-    """The table of AdamW on Faster R-CNN with a Transformer."""
-    return Training(optimizer="AdamW", law=law, length=length, warmup=WarmupEpochs(((1, 1), (129, 2), (1024, 3))),
-                    decay=_DECAY, weight_decay=0.05, clip_beyond=128, params={})
+    """The table of AdamW on Faster R-CNN with a Transformer. The authors' code has SGD only, so its shapes are borrowed."""
+    warmup = WarmupEpochs(((1, 1), (129, 2), (1024, 3)), shape_source="ours")
+    return Training(optimizer="AdamW", law=law, length=length, warmup=warmup,
+                    decay=replace(_DECAY, milestones_source="ours"), weight_decay=0.05, clip_beyond=128, params={})

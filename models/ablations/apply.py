@@ -16,7 +16,7 @@ def apply_ablations(model: Any, *, no_fpn: bool, independent_heads: bool, ignore
     from models.ablations.heads import ABLATED
 
     name = "rpn_head" if "rpn_head" in model else "bbox_head"
-    kind = model.get(name, {}).get("type")
+    kind = (model.get(name) or {}).get("type")
     if kind not in ABLATED:
         raise ValueError(f"independent_heads and ignored_pixels are made for {' and '.join(ABLATED)}, but the {name} of this "
                          f"detector is {kind}")

@@ -18,8 +18,11 @@ def remove_fpn(model: Any) -> None:
         raise ValueError(f"no_fpn takes mmdet's FPN away, but the neck of this detector is {found}")
     if "semantic_head" in model:
         raise ValueError("no_fpn leaves one level, but the semantic head of this detector joins several")
-    heads = [model[name] for name in ("bbox_head", "rpn_head") if name in model]
-    if any(head.get("anchor_generator", {}).get("type") != "AnchorGenerator" for head in heads):
+    if not backbone.get("out_indices"):
+        raise ValueError("no_fpn keeps the last of the maps that the backbone's out_indices name, but this detector leaves them "
+                         'out: give them in detector.options, such as "backbone.out_indices": [0, 1, 2, 3]')
+    heads = [model[name] for name in ("bbox_head", "rpn_head") if model.get(name)]
+    if not heads or any(head.get("anchor_generator", {}).get("type") != "AnchorGenerator" for head in heads):
         raise ValueError("no_fpn moves the anchors of all levels to the last one, but this detector has no such anchors")
 
     width = neck["in_channels"][-1]
@@ -30,7 +33,7 @@ def remove_fpn(model: Any) -> None:
     for head in heads:
         head["anchor_generator"] = _on_one_level(head["anchor_generator"], level)
     for name in ("bbox_roi_extractor", "mask_roi_extractor"):
-        extractor = model.get("roi_head", {}).get(name)
+        extractor = (model.get("roi_head") or {}).get(name)
         if extractor is not None:
             extractor["featmap_strides"] = [extractor["featmap_strides"][level]]
 

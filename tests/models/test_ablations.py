@@ -197,6 +197,12 @@ def test_a_frozen_head_is_trained_through_and_has_no_module():
     ("mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py", {}, "detection", {"ignored_pixels": 0.5},
      "detector.ablation.independent_heads and ignored_pixels are made for RetinaHead and RPNHead, but the bbox_head of this "
      "detector is FCOSHead"),
+    ("tiny_retinanet", {"bbox_head": None}, "detection", {"ignored_pixels": 0.5}, "but the bbox_head of this detector is None"),
+    ("tiny_retinanet", {"bbox_head": None}, "detection", {"no_fpn": True}, "this detector has no such anchors"),
+    ("tiny_retinanet", {"backbone": {"_delete_": True, "type": "TimmBackbone", "model_name": "resnet10t"},
+                        "neck.in_channels": [64, 128, 256, 512]}, "detection", {"no_fpn": True},
+     "detector.ablation.no_fpn keeps the last of the maps that the backbone's out_indices name, but this detector leaves them "
+     'out: give them in detector.options, such as "backbone.out_indices": [0, 1, 2, 3]'),
 ])
 def test_an_ablation_that_does_not_fit_is_refused(name, options, task, ablation, words):
     with pytest.raises(ConfigError) as caught:

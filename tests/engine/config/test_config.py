@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, load_config, parse_config, solve_batch
@@ -198,6 +198,7 @@ VALUES = {
 }
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_the_saved_config_is_the_config(values):
     data = changed(*(f"{key}={json.dumps(value)}" for key, value in values.items()))

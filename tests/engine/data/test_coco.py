@@ -260,10 +260,17 @@ def test_objects365_as_unpacked_is_found_below_its_patches(folder, tmp_path):
         (tmp_path / "train" / patch).mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "images" / image["file_name"], tmp_path / "train" / patch)
         image["file_name"] = f"images/v{1 + number % 2}/{patch}/{image['file_name']}"
+    # Three that its file lists are in no archive; one of them may be the first.
+    for place, name in ((0, "v2/patch16/objects365_v2_00908726.jpg"), (3, "v1/patch6/objects365_v1_00320532.jpg"),
+                        (7, "v1/patch6/objects365_v1_00320534.jpg")):
+        content["images"].insert(place, {**content["images"][0], "id": 1000 + place, "file_name": f"images/{name}"})
+        content["annotations"].append(complete(1000 + place, box(1000 + place)))
     files = SplitConfig(annotations=write(tmp_path / "zhiyuan_objv2_train.json", content), images=str(tmp_path / "train"))
     train, val, _ = build_data(DataConfig(train=files, val=files, scale=[64, 64], workers=0))
     assert len(val.dataset) == 5 and all(val.dataset[k]["inputs"].shape[0] == 3 for k in range(5))
+    assert len(train.dataset) == len(build_data(data_config(folder, content_of()))[0].dataset)
     assert val.content["images"][1]["file_name"] == "patch1/900.png"
+    assert {annotation["image_id"] for annotation in val.content["annotations"]} <= set(IMAGES)
     # Names that lead to images are left alone, however deep.
     content = content_of()
     for image in content["images"]:

@@ -117,6 +117,15 @@ def spoil(content, name):
         first["segments_info"].append(copy.deepcopy(first["segments_info"][0]))
     elif name == "bare":
         del first["segments_info"][0]["category_id"]
+    elif name == "text":
+        first["segments_info"][0] = "sky"
+    elif name == "number":
+        first["segments_info"][0]["id"] = "7"
+    elif name == "list":
+        first["segments_info"][0]["category_id"] = [1]
+    elif name == "many":
+        content["categories"] += [{"id": 1000 + n, "name": f"class {n}", "isthing": 0}
+                                  for n in range(256 - len(content["categories"]))]
     elif name == "instances":
         del first["segments_info"]
         first["category_id"] = 1
@@ -131,14 +140,32 @@ def spoil(content, name):
 @pytest.mark.parametrize("name,text", [
     ("category", r"annotations\[0\] has a segment of category 77, which is not among the categories"),
     ("double", r"annotations\[0\] has the segment \d+ twice"), ("bare", r'has a segment without "category_id"'),
+    ("text", r"""annotations\[0\] has a segment that is no object with "id" and "category_id": 'sky'"""),
+    ("number", r"""annotations\[0\] has a segment whose "id" must be a whole number, got '7'"""),
+    ("list", r"""annotations\[0\] has a segment of category \[1\], which is not among the categories"""),
+    ("many", r"panoptic.json lists 256 categories, but panoptic training takes at most 255"),
     ("instances", r'panoptic.json is not a panoptic file: annotations\[0\] has no "segments_info"'),
     ("unnamed", r'annotations\[0\] has no "file_name", the name of its PNG'),
     ("absent", r"image \d+.jpg has no segments"), ("again", r"annotations\[24\] is the second one of image")])
 def test_a_broken_file_is_told_at_the_start(copied, name, text):
     _, content, load = copied
     spoil(content, name)
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=text) as caught:
         load()
+    assert "\n" not in str(caught.value)
+
+
+def test_as_many_classes_as_a_byte_holds_are_trained_on(copied):
+    _, content, load = copied
+    spoil(content, "many")
+    content["categories"].pop()
+    # The file's first stuff behind all others has the highest label.
+    content["categories"].append(content["categories"].pop(next(
+        place for place, category in enumerate(content["categories"]) if not category["isthing"])))
+    train, _, classes = load()
+    assert len(classes.all) == 255
+    labels = {int(v) for k in range(6) for v in train.dataset[k]["data_samples"].gt_sem_seg.sem_seg.unique()}
+    assert 254 in labels
 
 
 def test_a_folder_that_is_not_there_is_told_at_the_start(copied):

@@ -218,6 +218,32 @@ def test_the_truth_of_the_real_sample_as_a_prediction_scores_100(sample):
 
 
 @needs_sample
+def test_the_written_result_of_the_real_sample_read_as_data_scores_100(sample, tmp_path):
+    """Through the maps that inference writes, as files, and back through the reader of the data set."""
+    from engine.config.schema import DataConfig, SplitConfig
+    from engine.data.build import build_data
+    from engine.monitoring.pictures import save_image
+    from engine.segmentation import Panoptic
+
+    truths, classes, _ = sample
+    content = json.loads((SAMPLE / "panoptic_examples.json").read_text())
+    content["annotations"] = []
+    for image, truth in truths.items():
+        found = from_codes(codes_of(truth, 133), void=133, base=1000)
+        picture, segments = Panoptic(config=None).result(found, classes)
+        save_image(tmp_path / f"{image}.png", picture)
+        content["annotations"].append(dict(image_id=image, file_name=f"{image}.png", segments_info=segments))
+    (tmp_path / "panoptic.json").write_text(json.dumps(content))
+    files = SplitConfig(annotations=str(tmp_path / "panoptic.json"), images=str(SAMPLE / "input_images"), panoptic=str(tmp_path))
+    _, val, again = build_data(DataConfig(task="panoptic", train=files, val=files, scale=[320, 200], workers=0))
+    read = {sample.img_id: sample.truth for sample in (val.dataset[k]["data_samples"] for k in range(len(val.dataset)))}
+    assert again == classes and read.keys() == truths.keys()
+    rows = [image_quality(truth, read[image]) for image, truth in truths.items()]
+    metrics = quality_metrics(add_up(rows, 133), 80)
+    assert metrics == {name: pytest.approx(100) for name in metrics} and len(metrics) == 9
+
+
+@needs_sample
 def test_a_spoilt_prediction_of_the_real_sample_scores_less_and_as_defined(sample):
     truths, classes, _ = sample
     pairs = []

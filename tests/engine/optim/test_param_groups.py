@@ -12,7 +12,8 @@ from engine.optim.param_groups import param_groups
 
 CLASSES = Classes(("a", "b"), (), (1, 2))
 SWIN = {"backbone": {"type": "SwinTransformer", "_delete_": True, "embed_dims": 12, "depths": [1, 2, 1, 1],
-                     "num_heads": [1, 2, 2, 4], "window_size": 4}, "neck.in_channels": [12, 24, 48, 96]}
+                     "num_heads": [1, 2, 2, 4], "window_size": 4,
+                     "use_abs_pos_embed": True, "pretrain_img_size": 32}, "neck.in_channels": [12, 24, 48, 96]}
 TIMM = {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "resnet10t"},
         "neck.in_channels": [64, 128, 256, 512]}
 VIT = {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "vit_tiny_patch16_224", "depth": 4,
@@ -66,8 +67,9 @@ def test_norms_and_biases_can_go_without_decay(options):
     model = detector(options=options)
     modules = dict(model.named_modules())
 
-    def is_norm(name):
-        return "Norm" in type(modules[name.rpartition(".")[0]]).__name__
+    def is_norm(name):  # and what goes with them
+        table = name.endswith(("relative_position_bias_table", "absolute_pos_embed"))
+        return table or "Norm" in type(modules[name.rpartition(".")[0]]).__name__
 
     for norms, biases in ((False, True), (True, False), (False, False)):
         found = table(model, norm_decay=norms, bias_decay=biases)
@@ -78,6 +80,9 @@ def test_norms_and_biases_can_go_without_decay(options):
             assert (group["weight_decay"] == 0.5) == expected, name
             seen.add(kind)
         assert seen == {"norm", "bias", "weight"}
+    if options is SWIN:
+        assert sum(name.endswith("relative_position_bias_table") for name in found) == 5
+        assert found["backbone.absolute_pos_embed"]["weight_decay"] == 0
 
 
 def test_the_longest_prefix_gives_the_learning_rate(retinanet):

@@ -50,7 +50,11 @@ def test_every_value_is_printed_with_its_rule():
     config = parse_config(SMALLEST)
     lines = explain(config)
     assert lines[0] == "recipe  faster_rcnn_r50_agvm_sgd at batch 256"
-    assert len(lines) == 1 + len(find_recipe(config.recipe).settings(256))
+    recipe = find_recipe(config.recipe)
+    assert len(lines) == 1 + len(recipe.settings(256)) + len(recipe.files())
+    assert line(config, "detector.load_from") == f"detector.load_from {config.detector.load_from}  (the recipe's files)"
+    assert line(config, "data.val").endswith("coco/annotations/instances_val2017.json, "
+                                             f"{config.data.val.images}  (the recipe's files)")
     assert line(config, "optimizer.params.lr") == \
         "optimizer.params.lr 0.2263  (0.04 x 4 x sqrt(2) from batch 32; SGD: linear to 128, square root beyond)"
     assert line(config, "schedule.milestones").endswith("[the authors' code])")
@@ -99,6 +103,23 @@ def test_the_users_value_is_told_beside_the_rules():
     assert explain(parse_config(json.loads(json.dumps(config.to_json())))) == explain(config)
 
 
+def test_files_of_ones_own_are_told_beside_the_recipes():
+    split = {"annotations": "/a.json", "images": "/i"}
+    config = parse_config({**SMALLEST, "data": {"train": split, "val": split}, "detector": {"load_from": None}})
+    assert line(config, "detector.load_from") == \
+        "detector.load_from left out  (yours, where the recipe has weights/resnet50.pth)"
+    assert line(config, "data.train") == ("data.train /a.json, /i  (yours, where the recipe has "
+                                          "annotations/instances_train2017.json, train2017)")
+
+
+@pytest.mark.parametrize("own, expected", [
+    ({"epochs": "auto", "steps": 10}, (10, None, None, 2)), ({"epochs": "auto", "steps": "auto"}, (None, 16, None, 2)),
+    ({"epochs": 3, "steps": "auto", "warmup_epochs": "auto", "warmup_steps": 4}, (None, 3, 4, None))])
+def test_auto_beside_the_other_length_asks_for_nothing(own, expected):
+    schedule = parse_config({**SMALLEST, "schedule": own}).schedule
+    assert (schedule.steps, schedule.epochs, schedule.warmup_steps, schedule.warmup_epochs) == expected
+
+
 def test_steps_of_ones_own_replace_the_recipes_epochs_and_so_for_the_warm_up():
     config = parse_config(changed("schedule.steps=90", "schedule.warmup_steps=5"))
     assert (config.schedule.steps, config.schedule.epochs) == (90, None)
@@ -114,7 +135,7 @@ def test_ones_own_data_is_not_mixed_with_cocos():
     assert config.data.train is None and config.data.task == "detection"
     config = parse_config({**SMALLEST, "recipe": "uninet_g_htcx_adamw", "data": {"dataset": "shapes"}})
     assert (config.data.task, config.data.scale, config.data.train_scales) == ("instance", [1333, 800], None)
-    assert [text.split()[0] for text in explain(config) if " data." in text] == ["data.task", "data.dataset"]
+    assert [text.split()[0] for text in explain(config) if text.startswith("  data.")] == ["data.task", "data.dataset"]
     assert parse_config({**SMALLEST, "data": {"train": split, "val": split}}).data.train.images == "/i"
 
 
@@ -122,7 +143,7 @@ def test_ones_own_model_takes_neither_options_nor_weights_of_the_recipes():
     config = parse_config(changed("detector.config=tiny_retinanet", 'detector.options={"backbone.depth": 50}'))
     assert config.detector.options == {"backbone.depth": 50} and config.detector.load_from is None
     assert not config.detector.sync_bn and config.optimizer.params["tau"] == 10
-    told = [text for text in explain(config) if " detector." in text]
+    told = [text for text in explain(config) if text.startswith("  detector.")]
     assert len(told) == 1 and "yours, where the recipe has mmdet::faster_rcnn" in told[0]
 
 
@@ -137,7 +158,7 @@ def test_the_saved_config_repeats_the_run_and_says_its_recipe():
                                         "docs/recipes.md lists them"),
     ("recipe=zzz", 'there is no recipe "zzz": docs/recipes.md lists them'),
     ("recipe=7", "recipe must be the name of one, such as retinanet_r18_agvm_sgd, got 7"),
-    ("recipe=semantic_fpn_swin_t_sgd", 'there is no recipe "semantic_fpn_swin_t_sgd" (did you mean "semantic_fpn_r50_sgd"?): '
+    ("recipe=semantic_fpn_swin_t_sgd", 'there is no recipe "semantic_fpn_swin_t_sgd" (did you mean "semantic_fpn_swin_t_adamw"?): '
                                        "docs/recipes.md lists them"),
     ("train_batch_size=auto", 'recipe "faster_rcnn_r50_agvm_sgd" follows train_batch_size, which must be a whole number >= 1: got \'auto\''),
     ("train_batch_size=0", 'recipe "faster_rcnn_r50_agvm_sgd" follows train_batch_size, which must be a whole number >= 1: got 0'),
@@ -173,7 +194,7 @@ def test_auto_without_a_recipe_is_refused(key):
     assert refusal(full) == f'{key} is "auto" but no recipe is named: give a value, or a "recipe" (docs/recipes.md)'
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if not name.startswith("semantic")])
+@pytest.mark.parametrize("name", recipe_names())
 @pytest.mark.parametrize("batch", [1, 100, 8192])
 def test_every_recipe_makes_a_valid_config_at_any_batch(name, batch):
     config = parse_config({**SMALLEST, "recipe": name, "train_batch_size": batch})
