@@ -201,7 +201,9 @@ def keep_settings(study: Study, folder: Path) -> None:
         raise ConfigError(f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
                           "beside it were made with these settings") from None
     # More batches, seeds, factors or methods leave the runs that are there as they are.
-    for extendable in ("batches", "seeds", "sweep"):
+    # The first batch is where learning rates start from, the first seed the one that is tuned on.
+    before["sweep"] = new["sweep"]
+    for extendable in ("batches", "seeds"):
         before[extendable] = new[extendable] if before[extendable][0] == new[extendable][0] else before[extendable]
     known = before.pop("methods")
     changed = [key for key in before if before[key] != new[key]] \

@@ -148,7 +148,10 @@ def test_a_study_on_top_of_another_says_only_what_differs(tmp_path):
 
 def test_a_folder_takes_more_of_the_same_study_and_no_other(tmp_path):
     keep_settings(study(), tmp_path)
-    keep_settings(study(batches=[8, 32, 128, 512], seeds=[0, 1, 2]), tmp_path)
+    keep_settings(study(batches=[8, 32, 128, 512], seeds=[0, 1, 2], sweep=[0.1, 0.5, 1, 2]), tmp_path)
+    for changed in ({"batches": [16, 32]}, {"seeds": [1, 0]}):
+        with pytest.raises(ConfigError, match=f"another {next(iter(changed))}"):
+            keep_settings(study(**changed), tmp_path)
     with pytest.raises(ConfigError, match="another epochs"):
         keep_settings(study(epochs=7), tmp_path)
     with pytest.raises(ConfigError, match="another methods.SGD"):
