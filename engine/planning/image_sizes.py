@@ -57,12 +57,15 @@ class ImageSizes:
         place = int(np.abs(self.pixels - self.pixels.mean()).argmin())
         return Size(int(self.heights[place]), int(self.widths[place]))
 
-    def slowest(self, world: int, accumulation: int = 1) -> float:
-        """Expected pixels of a micro-batch, mean over the accumulation steps, on the rank that has the most."""
+    def slowest(self, world: int) -> float:
+        """Expected pixels of a micro-batch on the rank that has the most.
+
+        In every micro-step, also an accumulated one: ranks add up what they found in forward before they go on
+        (engine/forward.py), so one that has had a large image does not catch up with a small one later.
+        """
         random = np.random.default_rng(1)
-        draws = max(8, min(400, 200_000 // (world * accumulation)))
-        picked = random.choice(self.pixels, (draws, world, accumulation))
-        return float(picked.mean(2).max(1).mean())
+        draws = max(8, min(400, 200_000 // world))
+        return float(random.choice(self.pixels, (draws, world)).max(1).mean())
 
 
 def _largest(data: DataConfig, *, mixed: bool) -> Size:

@@ -94,7 +94,7 @@ def step_time(plan: "Plan", hardware: Hardware, *, stage: int | None = None, rec
     settings = plan.settings(stage)
     world, steps = plan.world, plan.batch.accumulation
     small, large = plan.trace(plan.sizes.mean), plan.trace(plan.sizes.largest)
-    pixels = plan.sizes.slowest(world, steps)
+    pixels = plan.sizes.slowest(world)
     forward, backward = (steps * seconds for seconds in _at_pixels(small, large, pixels, hardware))
     if recompute is not None and recompute != plan.recomputed:
         # Only the largest size is traced both ways: the ratio there holds for the others.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from engine.config import ConfigError, UserError, parse_config
@@ -62,6 +64,18 @@ def test_accumulation_repeats_compute_and_not_the_reduction():
     once, four = step_time(_plan(), CARD), step_time(_plan(batch=64), CARD)
     assert four.backward == pytest.approx(4 * once.backward)
     assert four.gradients == pytest.approx(once.gradients)
+
+
+def test_ranks_wait_for_the_largest_micro_batch_in_every_accumulated_micro_step():
+    once, four = _plan(), _plan(batch=64)
+    for plan in (once, four):
+        plan.sizes.pixels = np.array([64 * 64, 2 * 64 * 64])
+        plan.sizes._largest = Size(64, 128)
+        trace = plan._traces[Size(64, 64), False, 2]
+        double = Counter({cost: 2 * count for cost, count in trace.backward.items()})
+        plan._traces[Size(64, 128), False, 2] = replace(trace, width=128, backward=double)
+    assert step_time(once, CARD).backward > 0.039  # almost always one of 8 ranks has the large one
+    assert step_time(four, CARD).backward == pytest.approx(4 * step_time(once, CARD).backward)
 
 
 def test_a_run_has_the_steps_of_its_epochs_and_its_evaluations_and_checkpoints():
