@@ -16,7 +16,7 @@ class Known(NamedTuple):
     """Images that are trained on and validated on, numbers of classes, and where the numbers come from."""
 
     train: int
-    val: int
+    val: int | None  # None where it is not known
     things: int
     stuff: int
     source: str
@@ -39,7 +39,7 @@ def known_data(config: RunConfig, *, images: int | None = None, classes: int | N
         raise UserError(f"the data of this config is not on this machine and not a public set that is known here: give "
                         f"{'--images' if images is None else '--classes'}, the number of training "
                         f"{'images' if images is None else 'classes'}")
-    found = found or Known(images, 0, classes, 0, "as given")
+    found = found or Known(images, None, classes, 0, "as given")
     return found._replace(train=images or found.train, things=classes or found.things,
                           source="as given" if images else found.source)
 

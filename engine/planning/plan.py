@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from torch import nn
 
-from engine.config import BatchPlan, RunConfig, UserError, solve_batch
+from engine.config import BatchPlan, ConfigError, RunConfig, UserError, solve_batch
 from engine.forward import Precision
 from engine.planning.fake_ranks import fake_ranks
 from engine.planning.gathers import Use, model_uses
@@ -15,7 +15,8 @@ from engine.planning.image_sizes import ImageSizes, Size
 from engine.planning.known_data import known_data, planned_classes
 from engine.planning.memory import OFFLOADS, Memory, optimizer_moments, plan_memory
 from engine.planning.partition import Parameter, parameters_of
-from engine.planning.settings import CommunicationSettings, communication_settings, layer_numbers, refuse_sam, window_settings
+from engine.planning.settings import CommunicationSettings, agvm_refuses, communication_settings, layer_numbers, refuse_sam, \
+    window_settings
 from engine.planning.shape_model import build_shape_model
 from engine.planning.step_trace import StepTrace, trace_model
 from engine.planning.traffic import Collective, step_traffic
@@ -34,6 +35,9 @@ class Plan:
             raise UserError(f"--objects must be a whole number >= 1, got {objects}")
         refuse_sam(config)
         self.config, self.world, self.objects = config, world, objects
+        if agvm_refuses(config, self.stage):
+            raise ConfigError(f"{config.optimizer.type} does not support fp16 at ZeRO stage 0: set zero_optimization.stage to "
+                              "1, 2 or 3, or use bf16")
         self.batch: BatchPlan = solve_batch(config.deepspeed, world)
         self.data = known_data(config, images=images, classes=classes)
         self.sizes = ImageSizes(config.data, self.batch.micro, fixed=fixed_size)
@@ -50,7 +54,7 @@ class Plan:
     @property
     def steps(self) -> int:
         schedule = self.config.schedule
-        return schedule.steps if schedule.steps is not None else round(schedule.epochs * self.steps_per_epoch)
+        return schedule.steps if schedule.steps is not None else max(1, round(schedule.epochs * self.steps_per_epoch))
 
     @property
     def steps_per_epoch(self) -> int:

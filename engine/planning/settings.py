@@ -74,6 +74,12 @@ def layer_numbers(kind: str) -> int:
     return getattr(rule, "sums_per_layer", 0)
 
 
+def agvm_refuses(config: Any, stage: int) -> bool:
+    """Whether AGVM stops at a stage that DeepSpeed itself would take (engine/zero/support.py)."""
+    return stage == 0 and config.optimizer.type.startswith("AGVM") and bool(
+        config.deepspeed.get("fp16", {}).get("enabled"))
+
+
 def refuse_sam(config: Any) -> None:
     if config.optimizer.sam is not None:
         raise ConfigError("a run with optimizer.sam is not planned: leave it out, and count every micro-step twice")

@@ -54,14 +54,14 @@ class StepTime:
 class RunTime:
     step: StepTime
     steps: int
-    evaluation: float  # seconds in all
+    evaluation: float | None  # seconds in all; None where the number of validation images is not known
     checkpoints: float
     images_per_second: float
     world: int
 
     @property
     def hours(self) -> float:
-        return (self.steps * self.step.total + self.evaluation + self.checkpoints) / 3600
+        return (self.steps * self.step.total + (self.evaluation or 0.0) + self.checkpoints) / 3600
 
     @property
     def gpu_hours(self) -> float:
@@ -136,11 +136,18 @@ def _optimizer_seconds(plan: "Plan", hardware: Hardware, stage: int, offload: st
     return share * (2 * BYTES[plan.dtype] + 4 * (3 + 2 * moments)) / hardware.host_bandwidth
 
 
-def run_time(plan: "Plan", hardware: Hardware) -> RunTime:
-    step = step_time(plan, hardware)
+def run_time(plan: "Plan", hardware: Hardware, step: StepTime | None = None) -> RunTime:
+    """Of the config's own setting, or of another whose step is given."""
+    step = step or step_time(plan, hardware)
     settings, epochs = plan.config.run, plan.steps / plan.steps_per_epoch
     forward = compute_seconds(plan.trace(plan.sizes.mean).forward, hardware) / plan.batch.micro
-    evaluation = _occasions(settings.eval_interval, epochs) * math.ceil(plan.data.val / plan.world) * forward
+    evaluations = _occasions(settings.eval_interval, epochs)
+    if evaluations == 0:
+        evaluation = 0.0
+    elif plan.data.val is None:
+        evaluation = None
+    else:
+        evaluation = evaluations * math.ceil(plan.data.val / plan.world) * forward
     moments = optimizer_moments(plan.config.optimizer.type, plan.config.optimizer.params)
     total = sum(p.numel for p in plan.parameters)
     trained = sum(p.numel for p in plan.parameters if p.trained)

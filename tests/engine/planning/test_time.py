@@ -8,16 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from traced_plan import CARD, traced_plan
 
 from engine.config import ConfigError, UserError, parse_config
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
-from engine.planning.partition import Parameter
 from engine.planning.plan import Plan
-from engine.planning.step_trace import Cost, GradientEvent, StepTrace
+from engine.planning.step_trace import Cost
 from engine.planning.time import calibrated, collective_seconds, compute_seconds, run_time, step_time
-
-CARD = find_hardware("a100-80g", ["efficiency=0.5", "launch=1e-5", "latency=1e-5"])
 
 
 def test_an_operator_takes_the_longest_of_launch_arithmetic_and_memory():
@@ -35,24 +33,8 @@ def test_a_ring_sends_twice_for_a_reduction_and_pays_for_distance():
     assert collective_seconds("all_reduce", 10**9, 16, CARD) == pytest.approx(4e-5 + 2 * 15 / 16 * 1e9 / 200e9)
 
 
-def _plan(world: int = 8, batch: int = 16, **changes) -> Plan:
-    """A plan whose trace is given: one convolution forward, two backward, a head of 10 million parameters."""
-    config = parse_config({
-        "train_batch_size": batch, "train_micro_batch_size_per_gpu": 2, "detector": {"config": "tiny_retinanet"},
-        "data": {"dataset": "shapes", "shapes": {"train_images": 100, "val_images": 10}},
-        "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-4, "tau": 10}}, "schedule": {"epochs": 4},
-        "run": {"eval_interval": 2, "checkpoint_interval": 1}, **changes})
-    plan = Plan(config, world, fixed_size=Size(64, 64))
-    plan.parameters = [Parameter("head.weight", 10**7, "bbox_head", 0)]
-    work = Cost(78 * 10**10, 8, "float32")
-    plan._traces[plan.sizes.mean, False, 2] = StepTrace(
-        2, 64, 64, 0, 0, [GradientEvent(0, 4 * 10**7, 0)], 0, Counter({work: 1}), Counter({work: 2}),
-        Counter({("all_reduce", 1000): 5}))
-    return plan
-
-
 def test_a_step_is_compute_communication_and_the_update():
-    step = step_time(_plan(), CARD)
+    step = step_time(traced_plan(), CARD)
     assert (step.forward, step.backward) == (pytest.approx(0.01), pytest.approx(0.02))
     assert step.gradients == pytest.approx(collective_seconds("all_reduce", 4 * 10**7, 8, CARD))
     assert step.statistics == pytest.approx(5 * collective_seconds("all_reduce", 1000, 8, CARD))
@@ -61,13 +43,13 @@ def test_a_step_is_compute_communication_and_the_update():
 
 
 def test_accumulation_repeats_compute_and_not_the_reduction():
-    once, four = step_time(_plan(), CARD), step_time(_plan(batch=64), CARD)
+    once, four = step_time(traced_plan(), CARD), step_time(traced_plan(batch=64), CARD)
     assert four.backward == pytest.approx(4 * once.backward)
     assert four.gradients == pytest.approx(once.gradients)
 
 
 def test_ranks_wait_for_the_largest_micro_batch_in_every_accumulated_micro_step():
-    once, four = _plan(), _plan(batch=64)
+    once, four = traced_plan(), traced_plan(batch=64)
     for plan in (once, four):
         plan.sizes.pixels = np.array([64 * 64, 2 * 64 * 64])
         plan.sizes._largest = Size(64, 128)
@@ -79,7 +61,7 @@ def test_ranks_wait_for_the_largest_micro_batch_in_every_accumulated_micro_step(
 
 
 def test_a_run_has_the_steps_of_its_epochs_and_its_evaluations_and_checkpoints():
-    time = run_time(_plan(), CARD)
+    time = run_time(traced_plan(), CARD)
     assert time.steps == 4 * math.ceil(100 / 16)
     assert time.evaluation == pytest.approx(2 * math.ceil(10 / 8) * 0.005)
     assert time.checkpoints == pytest.approx(4 * 10**7 * (4 + 12) / CARD.disk)
@@ -89,7 +71,7 @@ def test_a_run_has_the_steps_of_its_epochs_and_its_evaluations_and_checkpoints()
 
 
 def test_calibration_finds_the_share_that_gives_the_measured_step():
-    plan = _plan()
+    plan = traced_plan()
     truth = step_time(plan, find_hardware("a100-80g", ["efficiency=0.21"])).total
     assert calibrated(plan, CARD, truth).efficiency != pytest.approx(0.21, rel=1e-3)  # another launch and latency
     assert calibrated(plan, find_hardware("a100-80g"), truth).efficiency == pytest.approx(0.21, rel=1e-6)
@@ -98,11 +80,11 @@ def test_calibration_finds_the_share_that_gives_the_measured_step():
 @pytest.mark.parametrize("measured, told", [(0.0, "more than 0 seconds"), (1e-9, "cannot be"), (1e9, "cannot be")])
 def test_a_step_that_no_share_explains_is_told(measured, told):
     with pytest.raises(UserError, match=told):
-        calibrated(_plan(), CARD, measured)
+        calibrated(traced_plan(), CARD, measured)
 
 
 def test_other_numbers_of_ranks_share_the_trace_and_refuse_what_cannot_be_divided():
-    plan = _plan()
+    plan = traced_plan()
     other = plan.at(32, 128)
     assert (other.batch.accumulation, other.world) == (2, 32)
     assert step_time(other, CARD).backward == pytest.approx(0.04)
@@ -113,7 +95,7 @@ def test_other_numbers_of_ranks_share_the_trace_and_refuse_what_cannot_be_divide
 
 def test_wrong_numbers_are_told():
     with pytest.raises(UserError, match="--world-size must be a whole number >= 1, got 0"):
-        _plan(world=0)
+        traced_plan(world=0)
     config = parse_config({
         "train_batch_size": 2, "detector": {"config": "tiny_retinanet"}, "optimizer": {"type": "SGD", "params": {"lr": 1}},
         "data": {"train": {"annotations": "a.json", "images": "a"}, "val": {"annotations": "b.json", "images": "b"}},
