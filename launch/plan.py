@@ -16,7 +16,7 @@ numbers; change them, or let a measured step set the one that nobody knows, the 
 docs/planning.md has what is assumed, and predictions beside measurements.
 """
 
-from launch.command import add_config_arguments, parser, run_command
+from launch.command import add_config_arguments, parser, run_command, writable_folder
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def plan_run(options) -> None:
     hardware, size = find_hardware(options.gpu, changes), parse_size(options.image_size)
     config = load_config(options.deepspeed_config, options.set)
     solve_batch(config.deepspeed, options.world_size)
-    folder = None if options.out is None else _writable(options.out)
+    folder = None if options.out is None else writable_folder(options.out, "--out")
 
     from engine.mmdet_setup import import_mmdet
 
@@ -98,22 +98,6 @@ def plan_run(options) -> None:
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
         print(f"\nwritten to {folder}", flush=True)
-
-
-def _writable(name: str):
-    """The folder, in which a file can be made: tried before minutes are spent on what goes into it."""
-    import tempfile
-    from pathlib import Path
-
-    from engine.config import UserError
-
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
-    return folder
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from engine.planning.image_sizes import ImageSizes, Size
 from engine.planning.known_data import known_data, planned_classes
 from engine.planning.memory import OFFLOADS, Memory, optimizer_moments, plan_memory
 from engine.planning.partition import Parameter, parameters_of
-from engine.planning.settings import CommunicationSettings, agvm_refuses, communication_settings, layer_numbers, refuse_sam, \
-    window_settings
+from engine.planning.settings import CommunicationSettings, communication_settings, layer_numbers, offload_device, refuse_sam, \
+    stage_refused, window_settings
 from engine.planning.shape_model import build_shape_model
 from engine.planning.step_trace import StepTrace, trace_model
 from engine.planning.traffic import Collective, step_traffic
@@ -35,7 +35,7 @@ class Plan:
             raise UserError(f"--objects must be a whole number >= 1, got {objects}")
         refuse_sam(config)
         self.config, self.world, self.objects = config, world, objects
-        if agvm_refuses(config, self.stage):
+        if stage_refused(config, self.stage):
             raise ConfigError(f"{config.optimizer.type} does not support fp16 at ZeRO stage 0: set zero_optimization.stage to "
                               "1, 2 or 3, or use bf16")
         self.batch: BatchPlan = solve_batch(config.deepspeed, world)
@@ -121,10 +121,9 @@ class Plan:
 
     @property
     def offload(self) -> str:
-        zero = self.config.deepspeed.get("zero_optimization", {})
-        if zero.get("offload_param", {}).get("device", "none") != "none":
+        if offload_device(self.config.deepspeed, "offload_param") != "none":
             return OFFLOADS[2]
-        return OFFLOADS[1] if zero.get("offload_optimizer", {}).get("device", "none") != "none" else OFFLOADS[0]
+        return OFFLOADS[1] if offload_device(self.config.deepspeed, "offload_optimizer") != "none" else OFFLOADS[0]
 
     @cached_property
     def dtype(self) -> str:

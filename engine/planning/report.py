@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from engine.planning.hardware import Hardware
 from engine.planning.memory import OFFLOADS, Memory
 from engine.planning.plan import Plan
-from engine.planning.settings import agvm_refuses
+from engine.planning.settings import stage_refused
 from engine.planning.time import RunTime, StepTime, run_time, step_time
 
 _PARTS = ("weights", "gradients", "master weights", "moments", "AGVM window", "buckets", "gathered weights", "activations")
@@ -25,9 +25,9 @@ class Choice(NamedTuple):
 
 
 def choices(plan: Plan, hardware: Hardware) -> list[Choice]:
-    """Stages 0 to 3 without and with recomputation, then offloading; what AGVM refuses is left out."""
+    """Stages 0 to 3 without and with recomputation, then offloading; what our optimizers refuse is left out."""
     ways = [(stage, OFFLOADS[0]) for stage in range(4)] + [(2, OFFLOADS[1]), (3, OFFLOADS[1]), (3, OFFLOADS[2])]
-    ways = [(stage, offload) for stage, offload in ways if not agvm_refuses(plan.config, stage)]
+    ways = [(stage, offload) for stage, offload in ways if not stage_refused(plan.config, stage)]
     mine = (plan.stage, plan.offload)
     found = []
     for stage, offload in ways if mine in ways else [*ways, mine]:

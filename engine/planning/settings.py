@@ -74,10 +74,16 @@ def layer_numbers(kind: str) -> int:
     return getattr(rule, "sums_per_layer", 0)
 
 
-def agvm_refuses(config: Any, stage: int) -> bool:
-    """Whether AGVM stops at a stage that DeepSpeed itself would take (engine/zero/support.py)."""
-    return stage == 0 and config.optimizer.type.startswith("AGVM") and bool(
-        config.deepspeed.get("fp16", {}).get("enabled"))
+def stage_refused(config: Any, stage: int) -> bool:
+    """Whether AGVM and layer-wise rules stop at a stage that DeepSpeed itself would take (engine/zero/support.py)."""
+    kind = config.optimizer.type
+    return (stage == 0 and bool(config.deepspeed.get("fp16", {}).get("enabled"))
+            and (kind.startswith("AGVM") or layer_numbers(kind) > 0))
+
+
+def offload_device(deepspeed: Mapping[str, Any], key: str) -> str:
+    """Where `offload_optimizer` or `offload_param` puts things; "none" also where the key says so or is null."""
+    return str((deepspeed.get("zero_optimization", {}).get(key) or {}).get("device") or "none")
 
 
 def refuse_sam(config: Any) -> None:
@@ -122,7 +128,7 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
         persistence_threshold=int(zero.param_persistence_threshold),
         model_persistence_threshold=int(zero.model_persistence_threshold),
         prefetch_bucket_size=int(zero.prefetch_bucket_size), max_reuse_distance=int(zero.max_reuse_distance),
-        max_live_parameters=int(zero.max_live_parameters), offload=zero.offload_optimizer is not None)
+        max_live_parameters=int(zero.max_live_parameters), offload=offload_device(deepspeed, "offload_optimizer") != "none")
 
 
 def _name(dtype: Any) -> str:

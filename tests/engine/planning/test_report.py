@@ -32,11 +32,13 @@ def test_the_fastest_that_fits_is_recommended(expected, found):
     assert (best and best.memory.stage) == expected
 
 
-def test_what_agvm_refuses_is_neither_recommended_nor_planned():
+def test_what_an_optimizer_refuses_is_neither_recommended_nor_planned():
     fp16 = {"fp16": {"enabled": True}}
     assert {c.memory.stage for c in choices(traced_plan(zero_optimization={"stage": 1}, **fp16), CARD)} == {1, 2, 3}
     with pytest.raises(ConfigError, match="AGVMAdamW does not support fp16 at ZeRO stage 0: set"):
         traced_plan(**fp16)
+    with pytest.raises(ConfigError, match="LAMB does not support fp16 at ZeRO stage 0"):
+        traced_plan(optimizer={"type": "LAMB", "params": {"lr": 1e-4}}, **fp16)
     sgd = traced_plan(optimizer={"type": "SGD", "params": {"lr": 1e-4}}, **fp16)
     assert {c.memory.stage for c in choices(sgd, CARD)} == {0, 1, 2, 3}
 
