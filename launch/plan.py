@@ -74,9 +74,9 @@ def plan_run(options) -> None:
     from engine.planning.time import calibrated, run_time
 
     given = dict(images=options.images, classes=options.classes, objects=options.objects, fixed_size=size)
-    plan = Plan(config, options.world_size, **given)
     if options.calibrate is not None:
         hardware = calibrate_from_run(options.calibrate, hardware, **given)
+    plan = Plan(config, options.world_size, **given)
     if options.measured_step is not None:
         hardware = calibrated(plan, hardware, options.measured_step)
     print(report.header(plan, hardware), flush=True)

@@ -78,6 +78,9 @@ def _fixed_size(data: DataConfig) -> Size | None:
     if data.task == "classification":
         return Size(data.classification.image_size, data.classification.image_size)
     for step in data.augmentation:
+        # Of the others only a share of the image or a range is known: without a crop is as large as they can be.
+        if step.get("crop_type", "absolute") != "absolute":
+            continue
         if "Crop" in str(step.get("type")) and isinstance(step.get("size", step.get("crop_size")), (list, tuple)):
             height, width = step.get("size", step.get("crop_size"))[::-1]
             return Size(int(_padded(np.array(height))), int(_padded(np.array(width))))
@@ -105,7 +108,7 @@ def parse_size(text: str | None) -> Size | None:
     if text is None:
         return None
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) >= 16 for part in parts):
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 16 for part in parts):
         raise UserError(f"--image-size is WIDTHxHEIGHT in pixels, at least 16 each, such as 1333x800, got {text!r}")
     width, height = (int(_padded(np.array(int(part)))) for part in parts)
     return Size(height, width)

@@ -7,6 +7,7 @@ from typing import Any, Sequence
 
 from torch import nn
 
+from engine.building import check_deepspeed
 from engine.config import BatchPlan, ConfigError, RunConfig, UserError, solve_batch
 from engine.forward import Precision
 from engine.planning.fake_ranks import fake_ranks
@@ -39,6 +40,9 @@ class Plan:
             raise ConfigError(f"{config.optimizer.type} does not support fp16 at ZeRO stage 0: set zero_optimization.stage to "
                               "1, 2 or 3, or use bf16")
         self.batch: BatchPlan = solve_batch(config.deepspeed, world)
+        with fake_ranks(world):  # which DeepSpeed asks for their number
+            check_deepspeed({**config.deepspeed, **self.batch.as_keys()})
+        self.settings()  # which reads what DeepSpeed does not at first
         self.data = known_data(config, images=images, classes=classes)
         self.sizes = ImageSizes(config.data, self.batch.micro, fixed=fixed_size)
         self._traces: dict[tuple, StepTrace] = {}
