@@ -117,7 +117,8 @@ class Plan:
         return plan_memory(
             trace, self.parameters, settings, moments=optimizer_moments(kind, params),
             window=window_settings(kind, params) if window else None,
-            offload=self.offload if offload is None else offload, buffers=self.buffers, uses=self.uses)
+            offload=self.offload if offload is None else offload, buffers=self.buffers, uses=self.uses,
+            average=self.config.run.ema is not None)
 
     @property
     def stage(self) -> int:

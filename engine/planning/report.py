@@ -10,8 +10,8 @@ from engine.planning.plan import Plan
 from engine.planning.settings import stage_refused
 from engine.planning.time import RunTime, StepTime, run_time, step_time
 
-_PARTS = ("weights", "gradients", "master weights", "moments", "AGVM window", "buckets", "gathered weights", "activations")
-_SHORT = ("weights", "grads", "master", "moments", "AGVM", "buckets", "gathered", "activ.")
+_PARTS = ("weights", "gradients", "master weights", "moments", "average", "AGVM window", "buckets", "gathered weights", "activations")
+_SHORT = ("weights", "grads", "master", "moments", "EMA", "AGVM", "buckets", "gathered", "activ.")
 
 
 class Choice(NamedTuple):

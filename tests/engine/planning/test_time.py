@@ -11,8 +11,10 @@ import pytest
 from traced_plan import CARD, traced_plan
 
 from engine.config import ConfigError, UserError, parse_config
+from engine.planning.gathers import Use
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
+from engine.planning.memory import OFFLOADS
 from engine.planning.plan import Plan
 from engine.planning.step_trace import Cost
 from engine.planning.time import calibrated, collective_seconds, compute_seconds, run_time, step_time
@@ -39,7 +41,33 @@ def test_a_step_is_compute_communication_and_the_update():
     assert step.gradients == pytest.approx(collective_seconds("all_reduce", 4 * 10**7, 8, CARD))
     assert step.statistics == pytest.approx(5 * collective_seconds("all_reduce", 1000, 8, CARD))
     assert step.optimizer == pytest.approx(4 * 7 * 10**7 / (0.5 * 2.039e12))
-    assert 0 < step.window < step.gradients / 10
+
+
+def test_a_window_counts_by_how_often_it_comes():
+    by_hand = sum(collective_seconds(op, size, 8, CARD) for op, size in (
+        ("reduce_scatter", 4 * 10**7), ("all_reduce", 8 * (2 + 3)), ("all_reduce", 8 * 3)))
+    for tau in (5, 10):
+        plan = traced_plan(optimizer={"type": "AGVMAdamW", "params": {"lr": 1e-4, "tau": tau}})
+        assert step_time(plan, CARD).window == pytest.approx(by_hand / tau)
+
+
+def test_gradients_and_fetched_weights_do_not_hide_behind_the_same_backward():
+    # A slow network, on which either is longer than half of backward and shorter than forward and backward together.
+    plan = traced_plan(zero_optimization={"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0})
+    plan.uses = [Use(0, (0,), begin) for begin in (True, False, True, False)]
+    slow = replace(CARD, intra_bandwidth=1.5e9)
+    sent = collective_seconds("reduce_scatter", 4 * 10**7, 8, slow)
+    assert 0.02 < sent < 0.03
+    step = step_time(plan, slow)
+    assert step.gradients == pytest.approx(sent - 0.02)  # as long as backward is hidden
+    assert step.weights == pytest.approx(sent - 0.01)  # only forward is left
+
+
+def test_offloaded_parameters_come_from_the_host_for_every_gather():
+    plan = traced_plan(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    plan.uses = [Use(0, (0,), begin) for begin in (True, False, True, False)]
+    less, more = (step_time(plan, CARD, stage=3, offload=offload) for offload in OFFLOADS[1:])
+    assert more.total - less.total == pytest.approx(4 * 10**7 / 8 / CARD.host_bandwidth)
 
 
 def test_accumulation_repeats_compute_and_not_the_reduction():
