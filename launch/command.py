@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Callable
 
 USER_ERROR = 2
@@ -25,6 +27,19 @@ def add_config_arguments(arguments: argparse.ArgumentParser, *, required: bool =
     # What DeepSpeed's launcher and its users' habits hand to a script.
     arguments.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
+    """The folder, made if need be, in which a file can be made: tried before time is spent on what goes into it."""
+    from engine.config.errors import UserError
+
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{option} {folder} cannot be written: {error.strerror}") from None
+    return folder
 
 
 def run_command(body: Callable[[], None]) -> None:

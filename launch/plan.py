@@ -10,12 +10,13 @@ numbers; change them, or let a measured step set the one that nobody knows, the 
 
   ... --set-hardware efficiency=0.3 --set-hardware inter_bandwidth=12.5e9
   ... --measured-step 0.42                  a step of this very config on this number of GPUs took so long
-  ... --calibrate work_dirs/RUN             from the records of a run made on such a card, of any config
+  ... --calibrate work_dirs/RUN             from the records of a run made on such a card, of any config; --images,
+                                            --classes, --image-size and --objects then hold for both
 
 docs/planning.md has what is assumed, and predictions beside measurements.
 """
 
-from launch.command import add_config_arguments, parser, run_command
+from launch.command import add_config_arguments, parser, run_command, writable_folder
 
 
 def main() -> None:
@@ -61,6 +62,7 @@ def plan_run(options) -> None:
     hardware, size = find_hardware(options.gpu, changes), parse_size(options.image_size)
     config = load_config(options.deepspeed_config, options.set)
     solve_batch(config.deepspeed, options.world_size)
+    folder = None if options.out is None else writable_folder(options.out, "--out")
 
     from engine.mmdet_setup import import_mmdet
 
@@ -71,34 +73,30 @@ def plan_run(options) -> None:
     from engine.planning.scaling import draw_scaling, scaling_points, scaling_table
     from engine.planning.time import calibrated, run_time
 
-    plan = Plan(config, options.world_size, images=options.images, classes=options.classes, objects=options.objects,
-                fixed_size=size)
+    given = dict(images=options.images, classes=options.classes, objects=options.objects, fixed_size=size)
     if options.calibrate is not None:
-        hardware = calibrate_from_run(options.calibrate, hardware)
+        hardware = calibrate_from_run(options.calibrate, hardware, **given)
+    plan = Plan(config, options.world_size, **given)
     if options.measured_step is not None:
         hardware = calibrated(plan, hardware, options.measured_step)
     print(report.header(plan, hardware), flush=True)
     found = report.choices(plan, hardware)
-    best = report.recommended(found)
+    best, own = report.recommended(found), next(choice for choice in found if choice.own)
     print(f"\n{report.memory_table(found, hardware, best)}\n{report.recommendation(plan, hardware, best)}\n", flush=True)
-    time = run_time(plan, hardware)
+    if not own.fits:
+        print(report.misfit_text(plan, hardware, own, best), flush=True)
+    time = run_time(plan, hardware, own.step)
     print(report.time_text(time, hardware), flush=True)
     points = scaling_points(plan, hardware)
-    if points:
-        print(f"\n{scaling_table(points)}", flush=True)
-    if options.out:
-        from pathlib import Path
-
+    print(f"\n{scaling_table(points)}", flush=True)
+    if folder is not None:
         from engine.monitoring.records import write_json
 
-        folder = Path(options.out)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "plan.json", report.as_json(plan, hardware, found, best, time, points), indent=2)
+            draw_scaling(points, folder / "scaling.png", f"{config.name} on {hardware.name}")
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
-        if points:
-            draw_scaling(points, folder / "scaling.png", f"{config.name} on {hardware.name}")
         print(f"\nwritten to {folder}", flush=True)
 
 

@@ -15,15 +15,30 @@ Go on with a run that was stopped, on as many ranks as before or not (docs/check
 See what a run on many ranks would be, and what would stop it, without them and without a GPU (docs/dry_run.md):
 
   python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480
+  python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480 --layout shards.json
 
 Exit codes: 0 done; 2 a mistake that the message explains; 75 stopped by SIGTERM or SIGUSR1 and saved, start again with
 --resume.
 """
 
-from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command
+from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command, writable_folder
 
 
 def main() -> None:
+    arguments = train_arguments()
+    options = arguments.parse_args()
+    if options.world_size is not None and not options.dry_run:
+        arguments.error("--world-size goes with --dry-run: a run has the ranks that its launcher starts")
+    if options.layout is not None and not options.dry_run:
+        arguments.error("--layout goes with --dry-run: it writes where a run's shards would lie")
+    if options.dry_run and options.resume is not None:
+        arguments.error("--dry-run is for a new run: leave --resume out")
+    if options.deepspeed_config is None and not options.resume:
+        arguments.error("--deepspeed_config is needed, or --resume with the folder of a run")
+    run_command(lambda: leave(dry_run_code(options)) if options.dry_run else _train(options))
+
+
+def train_arguments():
     arguments = parser(__doc__)
     add_config_arguments(arguments, required=False)
     arguments.add_argument("--work-dir", metavar="DIR", help="where the run's records go (run.work_dir)")
@@ -35,14 +50,9 @@ def main() -> None:
                            help="build the run as one rank of many without storage, print it, and say whether it would start")
     arguments.add_argument("--world-size", type=int, metavar="N",
                            help="with --dry-run, the number of ranks; default: the launcher's")
-    options = arguments.parse_args()
-    if options.world_size is not None and not options.dry_run:
-        arguments.error("--world-size goes with --dry-run: a run has the ranks that its launcher starts")
-    if options.dry_run and options.resume is not None:
-        arguments.error("--dry-run is for a new run: leave --resume out")
-    if options.deepspeed_config is None and not options.resume:
-        arguments.error("--deepspeed_config is needed, or --resume with the folder of a run")
-    run_command(lambda: _dry_run(options) if options.dry_run else _train(options))
+    arguments.add_argument("--layout", metavar="FILE",
+                           help="with --dry-run, write the elements of every module that each rank would hold, as JSON")
+    return arguments
 
 
 def _overrides(options) -> list[str]:
@@ -56,13 +66,20 @@ def _overrides(options) -> list[str]:
     return overrides
 
 
-def _dry_run(options) -> None:
+def dry_run_code(options) -> int:
+    """Print the dry run and its verdict; the exit code."""
     import os
+    from pathlib import Path
 
     from engine.config import ConfigError, UserError, load_config, solve_batch
 
     if os.environ["RANK"] != "0":  # a launcher may have started others
-        return
+        return 0
+    layout = None if options.layout is None else Path(options.layout)
+    if layout is not None:
+        writable_folder(layout.parent, "the folder of --layout")
+        if layout.is_dir():
+            raise UserError(f"--layout is the file to write, got the folder {layout}")
     ranks = int(os.environ["WORLD_SIZE"]) if options.world_size is None else options.world_size
     # From here on this is a process by itself.
     os.environ.update(WORLD_SIZE="1", LOCAL_RANK="0")
@@ -74,13 +91,18 @@ def _dry_run(options) -> None:
 
         from engine.planning.dry_run import dry_run
 
-        failures = dry_run(config, plan)
+        stops, unknown = dry_run(config, plan, layout)
     except UserError as error:
-        failures = [" ".join(str(error).splitlines())]
-    for reason in failures[1:]:
+        stops, unknown = [" ".join(str(error).splitlines())], []
+    for reason in (stops + unknown)[1:]:
         print(f"later   {reason}")
-    print(f"verdict it would stop: {failures[0]}" if failures else f"verdict it would run on {ranks} ranks", flush=True)
-    leave(USER_ERROR if failures else 0)
+    if stops:
+        print(f"verdict it would stop: {stops[0]}", flush=True)
+    elif unknown:
+        print(f"verdict not known: {unknown[0]}", flush=True)
+    else:
+        print(f"verdict it would run on {ranks} ranks", flush=True)
+    return USER_ERROR if stops or unknown else 0
 
 
 def _train(options) -> None:

@@ -122,9 +122,8 @@ def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, tra
     from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
 
     _check_split(data, split, content)
-    if training and not data.keep_empty and not _has_objects(content, classes):  # mmdet fails on an empty list (3.5.1)
-        raise DataError(f"no image of {split.annotations} has an annotated object: "
-                        "set data.keep_empty to true to train on empty images all the same")
+    if training and not data.keep_empty:
+        images_with_objects(content, classes, split.annotations)  # mmdet fails on an empty list (3.5.1)
     options: dict[str, Any] = dict(
         content=content, data_prefix=dict(img=split.images), test_mode=not training,
         filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None)
@@ -138,15 +137,18 @@ def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, tra
                        pipeline=train_pipeline(data, load) if training else test_pipeline(data), **options)
 
 
-def _has_objects(content: dict[str, Any], classes: Classes) -> bool:
-    """Whether the filter of empty images leaves any: one with a box, or with a segment of a thing."""
+def images_with_objects(content: dict[str, Any], classes: Classes, path: str) -> set[int]:
+    """The images that the filter of empty ones leaves: those with a box, or with a segment of a thing."""
     images = {image["id"] for image in content["images"]}
     things = set(classes.category_ids[:len(classes.things)])
-    return any(annotation["image_id"] in images and (
+    left = {annotation["image_id"] for annotation in content["annotations"] if annotation["image_id"] in images and (
         "bbox" in annotation and annotation["category_id"] in things
         or any(segment["category_id"] in things and not segment.get("iscrowd")
-               for segment in annotation.get("segments_info", ())))
-        for annotation in content["annotations"])
+               for segment in annotation.get("segments_info", ())))}
+    if not left:
+        raise DataError(f"no image of {path} has an annotated object: "
+                        "set data.keep_empty to true to train on empty images all the same")
+    return left
 
 
 def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 from engine.config import UserError, load_config
 from engine.config.batch import KEYS
@@ -26,12 +27,12 @@ def measured_step(folder: str) -> float:
     return statistics.median(seconds[_FIRST:] or seconds)
 
 
-def calibrate_from_run(folder: str, hardware: Hardware) -> Hardware:
-    """From the run's own saved config, whatever is planned now."""
+def calibrate_from_run(folder: str, hardware: Hardware, **given: Any) -> Hardware:
+    """From the run's own saved config, whatever is planned now; `given` is what `Plan` is told of data that is elsewhere."""
     path = Path(folder) / "config.json"
     step = measured_step(folder)
     if not path.is_file():
         raise UserError(f"--calibrate {folder}: there is no config.json in it: give the work dir of a run")
     config = load_config(str(path))
     total, micro, accumulation = (config.deepspeed.get(key) for key in KEYS)
-    return calibrated(Plan(config, total // (micro * accumulation)), hardware, step)
+    return calibrated(Plan(config, total // (micro * accumulation), **given), hardware, step)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Sequence
 
-from engine.planning.partition import PlannedChunks, PlannedFlat, module_shares
+from engine.monitoring.records import write_json
+from engine.planning.partition import PlannedChunks, PlannedFlat, held_elements, module_shares
 from engine.planning.settings import CommunicationSettings, WindowSettings
 from engine.planning.traffic import Collective, sent_bytes, times
 
 _MASTER = 4  # bytes of an fp32 weight
+_KINDS = {0: "all of it on every rank", 1: "optimizer state", 2: "optimizer state and gradients",
+          3: "weights, gradients and optimizer state"}
 
 
 def size(count: float) -> str:
@@ -20,15 +24,20 @@ def size(count: float) -> str:
 
 
 def say_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSettings) -> None:
-    kinds = {0: "all of it on every rank", 1: "optimizer state", 2: "optimizer state and gradients",
-             3: "weights, gradients and optimizer state"}
     ranks = f"of {layout.world} ranks" if settings.stage else f"on all of {layout.world} ranks"
-    print(f"shards  ZeRO-{settings.stage}: {kinds[settings.stage]}; fp32 bytes {ranks}, {size(_MASTER * layout.padding())} "
+    print(f"shards  ZeRO-{settings.stage}: {_KINDS[settings.stage]}; fp32 bytes {ranks}, {size(_MASTER * layout.padding())} "
           "of padding in all")
     print(f"  {'module':<22}{'in all':>11}{'least':>11}{'mean':>11}{'most':>11}{'empty ranks':>13}")
     for share in module_shares(layout):
         cells = [size(_MASTER * value) for value in (share.numel, share.least, share.mean, share.greatest)]
         print(f"  {share.module:<22}" + "".join(f"{cell:>11}" for cell in cells) + f"{share.empty:>13}")
+
+
+def write_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSettings, path: Path) -> None:
+    """How many elements of every module each rank holds, in the order of the ranks, as JSON."""
+    write_json(path, dict(stage=settings.stage, world=layout.world, holds=_KINDS[settings.stage],
+                          elements=held_elements(layout)))
+    print(f"layout  of {layout.world} ranks written to {path}")
 
 
 def say_traffic(collectives: Sequence[Collective], settings: CommunicationSettings, window: WindowSettings | None) -> None:

@@ -104,5 +104,7 @@ def _changed(hardware: Hardware, values: dict[str, Any], source: str) -> Hardwar
             number = float("nan")
         if not 0 <= number < float("inf") or (number == 0 and key not in ("reserved", "fragmentation", "latency", "launch")):
             raise UserError(f"{source}: {key} must be a positive number, got {value!r}")
+        if key == "gpus_per_node" and number != int(number):
+            raise UserError(f"{source}: {key} must be a whole number >= 1, got {value!r}")
         hardware = replace(hardware, **{key: int(number) if key == "gpus_per_node" else number})
     return hardware

@@ -57,12 +57,15 @@ class ImageSizes:
         place = int(np.abs(self.pixels - self.pixels.mean()).argmin())
         return Size(int(self.heights[place]), int(self.widths[place]))
 
-    def slowest(self, world: int, accumulation: int = 1) -> float:
-        """Expected pixels of a micro-batch, mean over the accumulation steps, on the rank that has the most."""
+    def slowest(self, world: int) -> float:
+        """Expected pixels of a micro-batch on the rank that has the most.
+
+        In every micro-step, also an accumulated one: ranks add up what they found in forward before they go on
+        (engine/forward.py), so one that has had a large image does not catch up with a small one later.
+        """
         random = np.random.default_rng(1)
-        draws = max(8, min(400, 200_000 // (world * accumulation)))
-        picked = random.choice(self.pixels, (draws, world, accumulation))
-        return float(picked.mean(2).max(1).mean())
+        draws = max(8, min(400, 200_000 // world))
+        return float(random.choice(self.pixels, (draws, world)).max(1).mean())
 
 
 def _largest(data: DataConfig, *, mixed: bool) -> Size:
@@ -75,6 +78,9 @@ def _fixed_size(data: DataConfig) -> Size | None:
     if data.task == "classification":
         return Size(data.classification.image_size, data.classification.image_size)
     for step in data.augmentation:
+        # Of the others only a share of the image or a range is known: without a crop is as large as they can be.
+        if step.get("crop_type", "absolute") != "absolute":
+            continue
         if "Crop" in str(step.get("type")) and isinstance(step.get("size", step.get("crop_size")), (list, tuple)):
             height, width = step.get("size", step.get("crop_size"))[::-1]
             return Size(int(_padded(np.array(height))), int(_padded(np.array(width))))
@@ -102,7 +108,7 @@ def parse_size(text: str | None) -> Size | None:
     if text is None:
         return None
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) >= 16 for part in parts):
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 16 for part in parts):
         raise UserError(f"--image-size is WIDTHxHEIGHT in pixels, at least 16 each, such as 1333x800, got {text!r}")
     width, height = (int(_padded(np.array(int(part)))) for part in parts)
     return Size(height, width)

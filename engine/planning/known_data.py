@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import RunConfig, UserError
-from engine.data.coco import Classes
+from engine.config.schema import DataConfig, SplitConfig
+from engine.data.build import split_files
+from engine.data.coco import Classes, images_with_objects, read_annotations, read_classes
+from engine.data.shapes_drawing import STUFF, THINGS
 
 COCO_STUFF = 53
 
@@ -16,7 +18,7 @@ class Known(NamedTuple):
     """Images that are trained on and validated on, numbers of classes, and where the numbers come from."""
 
     train: int
-    val: int
+    val: int | None  # None where it is not known
     things: int
     stuff: int
     source: str
@@ -34,33 +36,43 @@ def known_data(config: RunConfig, *, images: int | None = None, classes: int | N
     for name, value in (("--images", images), ("--classes", classes)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be a whole number >= 1, got {value}")
-    found = _from_files(config) or _public(config)
+    found = _from_files(config, count=images is None) or _public(config)
     if found is None and (images is None or classes is None):
         raise UserError(f"the data of this config is not on this machine and not a public set that is known here: give "
                         f"{'--images' if images is None else '--classes'}, the number of training "
                         f"{'images' if images is None else 'classes'}")
-    found = found or Known(images, 0, classes, 0, "as given")
+    found = found or Known(images, None, classes, 0, "as given")
     return found._replace(train=images or found.train, things=classes or found.things,
                           source="as given" if images else found.source)
 
 
-def _from_files(config: RunConfig) -> Known | None:
+def _from_files(config: RunConfig, *, count: bool) -> Known | None:
+    """`count` leaves out the images that training leaves out, for which the annotations have to be read."""
     data = config.data
+    leave = count and not data.keep_empty
     if data.dataset == "shapes":
-        from engine.data.shapes_drawing import STUFF, THINGS
-
-        stuff = len(STUFF) if data.task in ("panoptic", "semantic") else 0
-        things = len(THINGS) + (stuff if data.task == "semantic" else 0)
-        return Known(data.shapes.train_images, data.shapes.val_images, things, 0 if data.task == "semantic" else stuff, "drawn")
+        known = _drawn(data)
+        if leave and data.task in ("detection", "instance", "panoptic"):  # they are drawn now rather than by the run
+            return known._replace(train=_counted(data, split_files(data)["train"])[0])
+        return known
     if data.dataset != "coco" or not all(Path(split.annotations).is_file() for split in (data.train, data.val)):
         return None
-    counts = []
-    for split, keep in ((data.train, data.keep_empty), (data.val, True)):
-        content = json.loads(Path(split.annotations).read_text())
-        counts.append(len(content["images"]) if keep else len({a["image_id"] for a in content["annotations"]}))
-    panoptic = data.task == "panoptic"
-    stuff = sum(panoptic and not c.get("isthing", 1) for c in content["categories"])
-    return Known(counts[0], counts[1], len(content["categories"]) - stuff, stuff, data.train.annotations)
+    train, classes = _counted(data, data.train, leave_out_empty=leave)
+    val, _ = _counted(data, data.val, leave_out_empty=False)
+    return Known(train, val, len(classes.things), len(classes.stuff), data.train.annotations)
+
+
+def _drawn(data: DataConfig) -> Known:
+    stuff = len(STUFF) if data.task in ("panoptic", "semantic") else 0
+    things = len(THINGS) + (stuff if data.task == "semantic" else 0)
+    return Known(data.shapes.train_images, data.shapes.val_images, things, 0 if data.task == "semantic" else stuff, "drawn")
+
+
+def _counted(data: DataConfig, split: SplitConfig, *, leave_out_empty: bool = True) -> tuple[int, Classes]:
+    """Images of a split, where asked without those that show no object, and its classes."""
+    content = read_annotations(split.annotations)
+    classes = read_classes(content, panoptic=data.task == "panoptic")
+    return len(images_with_objects(content, classes, split.annotations) if leave_out_empty else content["images"]), classes
 
 
 def _public(config: RunConfig) -> Known | None:

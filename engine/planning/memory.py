@@ -8,6 +8,9 @@ Read off DeepSpeed 0.19.8 and compared with real ranks (benchmarks/plan_against_
     2       all, flat    T / N        T / N        of the parameters that touch this rank's partition
     3       T / N        T / N        T / N        T / N, and whole parameters while they are used
 
+BF16_Optimizer (bf16 at stage 1, gradients added up in fp32) has T gradients in fp32 all the time, beside those of backward.
+Offloading moves master weights, moments, reduced gradients and the average of the weights to the host.
+
 The peak is the highest of forward, backward (replayed gradient by gradient), reduction and optimizer step.
 """
 
@@ -53,15 +56,18 @@ def optimizer_moments(kind: str, params: dict) -> int:
 
 def plan_memory(trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, *, moments: int,
                 window: WindowSettings | None = None, offload: str = "none", buffers: int = 0,
-                uses: Sequence[Use] = ()) -> Memory:
-    return _Plan(trace, parameters, settings, moments, window, offload, buffers, uses).memory()
+                uses: Sequence[Use] = (), average: bool = False) -> Memory:
+    """`average` is run.ema: one more fp32 copy of this rank's share."""
+    return _Plan(trace, parameters, settings, moments, window, offload, buffers, uses, average).memory()
 
 
 class _Plan:
     def __init__(self, trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, moments: int,
-                 window: WindowSettings | None, offload: str, buffers: int, uses: Sequence[Use]) -> None:
+                 window: WindowSettings | None, offload: str, buffers: int, uses: Sequence[Use], average: bool) -> None:
         self.trace, self.parameters, self.settings, self.moments = trace, parameters, settings, moments
-        self.window, self.offload, self.buffers, self.uses = window, offload, buffers, uses
+        self.window, self.offload, self.buffers, self.uses, self.average = window, offload, buffers, uses, average
+        # DeepSpeed's BF16_Optimizer, which is not ZeRO's: it has no buckets and reduces as stage 0 does.
+        self.whole_fp32_gradient = settings.stage == 1 and settings.fp32_accumulation
         self.size = BYTES[settings.dtype]
         self.trained = sum(p.numel for p in parameters if p.trained)
         self.total = sum(p.numel for p in parameters)
@@ -96,16 +102,17 @@ class _Plan:
         half = s.dtype != "float32"
         parts["master weights"] = 4 * self.share if sharded or half else 0
         parts["moments"] = 4 * self.moments * self.share
-        parts["gradients"] = self.size * self._gradient_elements()
+        parts["gradients"] = self.size * self._gradient_elements() + self._always_gradient()
+        parts["average"] = 4 * self.share if self.average else 0
         parts["gathered weights"] = self.size * max(gathered)
         parts["buckets"] = self._buckets()
         parts["AGVM window"] = self._window()
         parts["activations"] = self.trace.peak
         memory = Memory(s.stage, self.offload, parts)
         if self.offload != "none":
-            moved = parts["master weights"] + parts["moments"] + 4 * self.share
-            parts["master weights"] = parts["moments"] = 0.0
-            if s.stage == 3:
+            moved = parts["master weights"] + parts["moments"] + parts["average"] + 4 * self.share
+            parts["master weights"] = parts["moments"] = parts["average"] = 0.0
+            if s.stage >= 2:
                 parts["gradients"] = 0.0
             memory.host = moved
             if self.offload == "optimizer+parameters":
@@ -124,32 +131,47 @@ class _Plan:
 
     def _buckets(self) -> float:
         s = self.settings
-        if s.stage == 0:
+        if s.stage == 0 or self.whole_fp32_gradient:
             return 0.0
         # Two on devices that reduce on a stream of their own.
-        return self.size * s.reduce_bucket_size * (2 if s.overlap_comm and s.stage < 3 else 1)
+        buckets = self.size * s.reduce_bucket_size * (2 if s.overlap_comm and s.stage < 3 else 1)
+        if self.offload != "none" and s.stage < 3:  # through which gradients go to the host, one at a time
+            buckets += self.size * max(p.numel for p in self.parameters if p.trained)
+        return buckets
+
+    def _always_gradient(self) -> float:
+        return 4.0 * self.trained if self.whole_fp32_gradient else 0.0
 
     def _window(self) -> float:
-        if self.window is None or self.window.kind == "norms":
+        """Of the first one, which has to fit too: it captures the plain gradient besides, to check itself."""
+        if self.window is None:
             return 0.0
-        share = self.share if self.settings.stage else -(-self.trained // self.settings.world)
+        s, kind = self.settings, self.window.kind
+        share = self.share if s.stage else -(-self.trained // s.world)
         bucket = min(self.window.bucket_size, self.trained)
-        wide = self.window.kind == "squared" or self.settings.accumulation > 1
-        return (4 if wide else self.size) * share + 2 * (4 if self.window.kind == "squared" else self.size) * bucket
+        plain = BYTES[s.communication_dtype]
+        # What is reduced once stays in the type it came in (engine/zero/capture.py).
+        once = s.accumulation == 1 or (kind == "signed" and self.layout.keeps_local and s.world % 2 == 0)
+        signed = (plain if once else 4) * share + 2 * plain * bucket
+        squared = 4 * share + 2 * 4 * bucket
+        return signed + {"norms": 0, "signed": signed, "squared": squared}[kind]
 
     def _phases(self, memory: Memory, gathered: Gathered) -> None:
         s, parts, trace = self.settings, memory.parts, self.trace
-        base = parts["weights"] + parts["master weights"] + parts["moments"]
+        always = self._always_gradient()
+        base = parts["weights"] + parts["master weights"] + parts["moments"] + parts["average"] + always
         if s.stage == 3:
             base += parts["gradients"] + parts["buckets"]
         several = s.accumulation > 1 and s.stage < 3
-        before = parts["gradients"] if several else 0.0  # of the micro-steps before
+        gradients = parts["gradients"] - always
+        before = gradients if several else 0.0  # of the micro-steps before
         memory.phases["forward"] = base + before + trace.forward_peak + self.size * gathered.forward
         memory.phases["backward"] = (base + before + parts["AGVM window"] + self._backward(several)
                                      + self.size * gathered.backward)
-        held = 0.0 if s.stage == 3 else parts["gradients"]
-        if s.stage == 0:
-            memory.phases["reduction"] = base + held + self.size * min(self.trained, _FALLBACK_BUCKET)
+        held = 0.0 if s.stage == 3 else gradients
+        if s.stage == 0 or self.whole_fp32_gradient:
+            size = 4 if self.whole_fp32_gradient else self.size
+            memory.phases["reduction"] = base + held + size * min(self.trained, _FALLBACK_BUCKET)
         device_step = self.offload == "none"
         memory.phases["step"] = base + held + (self._step_temporaries() if device_step else 0.0)
 
@@ -165,7 +187,7 @@ class _Plan:
                 held += 0.0 if several else event.bytes
                 continue
             if elements + numel > s.reduce_bucket_size:
-                if s.stage == 2 and elements and not several:  # the first reduction lays them out
+                if s.stage == 2 and elements and not several and self.offload == "none":  # the first reduction lays them out
                     partition = self.size * self._gradient_elements()
                 waiting, elements = 0.0, 0
             if numel > s.reduce_bucket_size:

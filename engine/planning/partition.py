@@ -180,14 +180,16 @@ class ModuleShare(NamedTuple):
         return self.greatest / self.mean
 
 
+def held_elements(layout: PlannedChunks | PlannedFlat) -> dict[str, list[int]]:
+    """How many elements of each module every rank holds: at stage 0 all, though its sums are divided among the ranks."""
+    elements = layout.elements()
+    if isinstance(layout, PlannedChunks) and not layout.sharded:
+        return {module: [sum(counts)] * layout.world for module, counts in elements.items()}
+    return elements
+
+
 def module_shares(layout: PlannedChunks | PlannedFlat) -> list[ModuleShare]:
-    """One line for each module. At stage 0 every rank holds everything."""
-    shares = []
-    whole = isinstance(layout, PlannedChunks) and not layout.sharded
-    for module, counts in layout.elements().items():
-        total = sum(counts)
-        if whole:
-            counts = [total] * layout.world
-        shares.append(ModuleShare(module, total, min(counts), sum(counts) / layout.world, max(counts),
-                                  sum(count == 0 for count in counts)))
-    return shares
+    """One line for each module."""
+    totals = {module: sum(counts) for module, counts in layout.elements().items()}
+    return [ModuleShare(module, totals[module], min(counts), sum(counts) / layout.world, max(counts),
+                        sum(count == 0 for count in counts)) for module, counts in held_elements(layout).items()]

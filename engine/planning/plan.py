@@ -7,7 +7,8 @@ from typing import Any, Sequence
 
 from torch import nn
 
-from engine.config import BatchPlan, RunConfig, UserError, solve_batch
+from engine.building import check_deepspeed
+from engine.config import BatchPlan, ConfigError, RunConfig, UserError, solve_batch
 from engine.forward import Precision
 from engine.planning.fake_ranks import fake_ranks
 from engine.planning.gathers import Use, model_uses
@@ -15,7 +16,8 @@ from engine.planning.image_sizes import ImageSizes, Size
 from engine.planning.known_data import known_data, planned_classes
 from engine.planning.memory import OFFLOADS, Memory, optimizer_moments, plan_memory
 from engine.planning.partition import Parameter, parameters_of
-from engine.planning.settings import CommunicationSettings, communication_settings, layer_numbers, refuse_sam, window_settings
+from engine.planning.settings import CommunicationSettings, communication_settings, layer_numbers, offload_device, refuse_sam, \
+    stage_refused, window_settings
 from engine.planning.shape_model import build_shape_model
 from engine.planning.step_trace import StepTrace, trace_model
 from engine.planning.traffic import Collective, step_traffic
@@ -34,7 +36,13 @@ class Plan:
             raise UserError(f"--objects must be a whole number >= 1, got {objects}")
         refuse_sam(config)
         self.config, self.world, self.objects = config, world, objects
+        if stage_refused(config, self.stage):
+            raise ConfigError(f"{config.optimizer.type} does not support fp16 at ZeRO stage 0: set zero_optimization.stage to "
+                              "1, 2 or 3, or use bf16")
         self.batch: BatchPlan = solve_batch(config.deepspeed, world)
+        with fake_ranks(world):  # which DeepSpeed asks for their number
+            check_deepspeed({**config.deepspeed, **self.batch.as_keys()})
+        self.settings()  # which reads what DeepSpeed does not at first
         self.data = known_data(config, images=images, classes=classes)
         self.sizes = ImageSizes(config.data, self.batch.micro, fixed=fixed_size)
         self._traces: dict[tuple, StepTrace] = {}
@@ -50,7 +58,7 @@ class Plan:
     @property
     def steps(self) -> int:
         schedule = self.config.schedule
-        return schedule.steps if schedule.steps is not None else round(schedule.epochs * self.steps_per_epoch)
+        return schedule.steps if schedule.steps is not None else max(1, round(schedule.epochs * self.steps_per_epoch))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -109,7 +117,8 @@ class Plan:
         return plan_memory(
             trace, self.parameters, settings, moments=optimizer_moments(kind, params),
             window=window_settings(kind, params) if window else None,
-            offload=self.offload if offload is None else offload, buffers=self.buffers, uses=self.uses)
+            offload=self.offload if offload is None else offload, buffers=self.buffers, uses=self.uses,
+            average=self.config.run.ema is not None)
 
     @property
     def stage(self) -> int:
@@ -117,10 +126,9 @@ class Plan:
 
     @property
     def offload(self) -> str:
-        zero = self.config.deepspeed.get("zero_optimization", {})
-        if zero.get("offload_param", {}).get("device", "none") != "none":
+        if offload_device(self.config.deepspeed, "offload_param") != "none":
             return OFFLOADS[2]
-        return OFFLOADS[1] if zero.get("offload_optimizer", {}).get("device", "none") != "none" else OFFLOADS[0]
+        return OFFLOADS[1] if offload_device(self.config.deepspeed, "offload_optimizer") != "none" else OFFLOADS[0]
 
     @cached_property
     def dtype(self) -> str:

@@ -74,6 +74,18 @@ def layer_numbers(kind: str) -> int:
     return getattr(rule, "sums_per_layer", 0)
 
 
+def stage_refused(config: Any, stage: int) -> bool:
+    """Whether AGVM and layer-wise rules stop at a stage that DeepSpeed itself would take (engine/zero/support.py)."""
+    kind = config.optimizer.type
+    return (stage == 0 and bool(config.deepspeed.get("fp16", {}).get("enabled"))
+            and (kind.startswith("AGVM") or layer_numbers(kind) > 0))
+
+
+def offload_device(deepspeed: Mapping[str, Any], key: str) -> str:
+    """Where `offload_optimizer` or `offload_param` puts things; "none" also where the key says so or is null."""
+    return str((deepspeed.get("zero_optimization", {}).get(key) or {}).get("device") or "none")
+
+
 def refuse_sam(config: Any) -> None:
     if config.optimizer.sam is not None:
         raise ConfigError("a run with optimizer.sam is not planned: leave it out, and count every micro-step twice")
@@ -81,7 +93,7 @@ def refuse_sam(config: Any) -> None:
 
 def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulation: int) -> CommunicationSettings:
     """From DeepSpeed's keys, checked by `engine.building.check_deepspeed` before."""
-    from deepspeed.runtime.config import DtypeEnum, get_communication_data_type
+    from deepspeed.runtime.config import get_communication_data_type
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
@@ -99,13 +111,12 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
     if deepspeed.get("torch_autocast", {}).get("enabled"):
         raise ConfigError("what DeepSpeed sends with torch_autocast is not known here: leave it out to plan")
     stage = int(zero.stage)
-    accumulated = deepspeed.get("data_types", {}).get("grad_accum_dtype")
+    accumulated = _accumulated(deepspeed)
     given = get_communication_data_type(dict(deepspeed))
     return CommunicationSettings(
         stage=stage, world=world, accumulation=accumulation, dtype=half,
         communication_dtype=half if given is None else _name(given),
-        fp32_accumulation=half == "bfloat16" and accumulated is not None
-        and _name(DtypeEnum(accumulated).value) == "float32",
+        fp32_accumulation=half == "bfloat16" and accumulated == "float32",
         clipping=float(deepspeed.get("gradient_clipping", 0.0)),
         check_overflow=half == "float16" or (half == "bfloat16" and bf16.get("check_grad_overflow", True)),
         reduce_bucket_size=int(zero.reduce_bucket_size), allgather_bucket_size=int(zero.allgather_bucket_size),
@@ -116,7 +127,18 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
         persistence_threshold=int(zero.param_persistence_threshold),
         model_persistence_threshold=int(zero.model_persistence_threshold),
         prefetch_bucket_size=int(zero.prefetch_bucket_size), max_reuse_distance=int(zero.max_reuse_distance),
-        max_live_parameters=int(zero.max_live_parameters), offload=zero.offload_optimizer is not None)
+        max_live_parameters=int(zero.max_live_parameters), offload=offload_device(deepspeed, "offload_optimizer") != "none")
+
+
+def _accumulated(deepspeed: Mapping[str, Any]) -> str | None:
+    """The type in which gradients are added up, which DeepSpeed 0.19.8 reads only once the model is built."""
+    from deepspeed.runtime.config import DtypeEnum
+
+    given = deepspeed.get("data_types", {}).get("grad_accum_dtype")
+    try:
+        return None if given is None else _name(DtypeEnum(given).value)
+    except ValueError:
+        raise ConfigError(f'data_types.grad_accum_dtype must be "fp32", "bf16" or "fp16", got {given!r}') from None
 
 
 def _name(dtype: Any) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Iterable
 
 from engine.config import UserError
 from engine.planning.hardware import Hardware
-from engine.planning.memory import optimizer_moments
+from engine.planning.memory import OFFLOADS, optimizer_moments
 from engine.planning.partition import BYTES
 from engine.planning.settings import window_settings
 from engine.planning.step_trace import Cost, StepTrace
@@ -54,14 +54,14 @@ class StepTime:
 class RunTime:
     step: StepTime
     steps: int
-    evaluation: float  # seconds in all
+    evaluation: float | None  # seconds in all; None where the number of validation images is not known
     checkpoints: float
     images_per_second: float
     world: int
 
     @property
     def hours(self) -> float:
-        return (self.steps * self.step.total + self.evaluation + self.checkpoints) / 3600
+        return (self.steps * self.step.total + (self.evaluation or 0.0) + self.checkpoints) / 3600
 
     @property
     def gpu_hours(self) -> float:
@@ -94,7 +94,7 @@ def step_time(plan: "Plan", hardware: Hardware, *, stage: int | None = None, rec
     settings = plan.settings(stage)
     world, steps = plan.world, plan.batch.accumulation
     small, large = plan.trace(plan.sizes.mean), plan.trace(plan.sizes.largest)
-    pixels = plan.sizes.slowest(world, steps)
+    pixels = plan.sizes.slowest(world)
     forward, backward = (steps * seconds for seconds in _at_pixels(small, large, pixels, hardware))
     if recompute is not None and recompute != plan.recomputed:
         # Only the largest size is traced both ways: the ratio there holds for the others.
@@ -110,17 +110,22 @@ def step_time(plan: "Plan", hardware: Hardware, *, stage: int | None = None, rec
 
     usual = [c for c in traffic if "window" not in c.when]
     gradients = seconds(c for c in usual if c.purpose == "gradients")
-    if settings.overlap_comm and settings.stage >= 2:
-        gradients = max(0.0, gradients - backward)
+    hidden = min(gradients, backward) if settings.overlap_comm and settings.stage >= 2 else 0.0
+    gradients -= hidden
     weights = seconds(c for c in usual if c.purpose == "weights" and c.when == "boundary")
-    fetched = seconds(c for c in usual if c.purpose == "weights" and c.when == "micro-step")
-    weights += max(0.0, fetched - forward - backward) if settings.prefetch_bucket_size else fetched
+    fetches = [c for c in usual if c.purpose == "weights" and c.when == "micro-step"]
+    # Behind the same backward, what hides gradients hides no weights: both go over the same links.
+    free = forward + backward - hidden if settings.prefetch_bucket_size else 0.0
+    weights += max(0.0, seconds(fetches) - free)
+    offload = plan.offload if offload is None else offload
+    if offload == OFFLOADS[2]:  # this rank's part of every gather comes from the host first, while nothing else is done
+        weights += sum(steps * c.calls * c.bytes for c in fetches) / world / hardware.host_bandwidth
     statistics = steps * sum(count * collective_seconds(op, size, world, hardware)
                              for (op, size), count in large.collectives.items())
     other = seconds(c for c in usual if c.purpose not in ("gradients", "weights"))
     extra = seconds(c for c in traffic if c.when == "window")
     return StepTime(forward, backward, gradients, weights, statistics, other,
-                    _optimizer_seconds(plan, hardware, settings.stage, plan.offload if offload is None else offload),
+                    _optimizer_seconds(plan, hardware, settings.stage, offload),
                     extra / int(params.get("tau", 10)) if window is not None else 0.0,
                     sum(c.calls * (steps if c.when == "micro-step" else 1) * sent_bytes(c.op, c.bytes, world) for c in usual))
 
@@ -136,11 +141,18 @@ def _optimizer_seconds(plan: "Plan", hardware: Hardware, stage: int, offload: st
     return share * (2 * BYTES[plan.dtype] + 4 * (3 + 2 * moments)) / hardware.host_bandwidth
 
 
-def run_time(plan: "Plan", hardware: Hardware) -> RunTime:
-    step = step_time(plan, hardware)
+def run_time(plan: "Plan", hardware: Hardware, step: StepTime | None = None) -> RunTime:
+    """Of the config's own setting, or of another whose step is given."""
+    step = step or step_time(plan, hardware)
     settings, epochs = plan.config.run, plan.steps / plan.steps_per_epoch
     forward = compute_seconds(plan.trace(plan.sizes.mean).forward, hardware) / plan.batch.micro
-    evaluation = _occasions(settings.eval_interval, epochs) * math.ceil(plan.data.val / plan.world) * forward
+    evaluations = _occasions(settings.eval_interval, epochs)
+    if evaluations == 0:
+        evaluation = 0.0
+    elif plan.data.val is None:
+        evaluation = None
+    else:
+        evaluation = evaluations * math.ceil(plan.data.val / plan.world) * forward
     moments = optimizer_moments(plan.config.optimizer.type, plan.config.optimizer.params)
     total = sum(p.numel for p in plan.parameters)
     trained = sum(p.numel for p in plan.parameters if p.trained)

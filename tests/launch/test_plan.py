@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import UserError
+from engine.planning import calibration
+from engine.planning.hardware import CARDS
+from engine.planning.image_sizes import Size
 from launch import plan
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +36,7 @@ QUICKSTART = ["--deepspeed_config", "quickstart", "--set", "train_batch_size=16"
     (["--world-size", "8", "--measured-step", "1", "--calibrate", "x"], "both say how fast the card is: give one"),
     (["--world-size", "8", "--image-size", "big"], "--image-size is WIDTHxHEIGHT in pixels"),
     (["--world-size", "8", "--calibrate", "nowhere"], "--calibrate nowhere: there is no metrics.jsonl in it"),
+    (["--world-size", "8", "--out", "/dev/null/plans"], "--out /dev/null/plans cannot be written: Not a directory"),
     (["--world-size", "8", "--images", "0"], "--images must be a whole number >= 1, got 0"),
 ])
 def test_wrong_input_is_told(arguments, told):
@@ -48,13 +52,33 @@ def test_a_wrong_card_ends_the_script_with_one_sentence():
     assert line.startswith('error: there is no card "b200": give one of a100-80g, ')
 
 
-def test_a_plan_has_memory_time_scaling_and_files(tmp_path):
-    done = _plan(*QUICKSTART, "--world-size", "8", "--image-size", "128x128", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    for part in ("model   tiny_retinanet, 3.1M parameters", "recommended: ", "GPU-hours", "hours by GPUs and batch size"):
-        assert part in done.stdout
+def test_a_plan_has_memory_time_scaling_and_files(tmp_path, capsys):
+    small = ["--set", "data.shapes.train_images=100", "--set", "data.shapes.val_images=20"]
+    options = [*QUICKSTART, *small, "--world-size", "8", "--image-size", "128x128", "--out", str(tmp_path)]
+    plan.plan_run(plan.arguments().parse_args(options))
+    printed = capsys.readouterr().out
+    for part in ("model   tiny_retinanet, 3.1M parameters", "recommended: ", "<- this config", "GPU-hours",
+                 "hours by GPUs and batch size"):
+        assert part in printed
     written = json.loads((tmp_path / "plan.json").read_text())
     assert {row["stage"] for row in written["memory"]} == {0, 1, 2, 3}
     assert written["recommended"]["fits"] and written["hours"] > 0
-    assert {8, 1024} <= {point["world"] for point in written["scaling"]}
+    assert {8, 768, 1024} <= {point["world"] for point in written["scaling"]}
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_a_run_whose_data_is_elsewhere_calibrates_with_what_is_given(tmp_path, monkeypatch):
+    """The number of images and the size of the planned run hold for the calibrating one too."""
+    split = {"annotations": "nowhere.json", "images": "nowhere"}
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1,
+              "detector": {"config": "tiny_retinanet"}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+              "data": {"train": split, "val": split}, "schedule": {"epochs": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
+    seen = []
+    monkeypatch.setattr(calibration, "calibrated", lambda *arguments: seen.append(arguments))
+    given = dict(images=10, classes=3, objects=4, fixed_size=Size(64, 96))
+    calibration.calibrate_from_run(str(tmp_path), CARDS["a100-80g"], **given)
+    ((planned, _, seconds),) = seen
+    assert (planned.world, planned.data.train, planned.data.things, planned.objects) == (2, 10, 3, 4)
+    assert planned.sizes.mean == Size(64, 96) and seconds == 0.5

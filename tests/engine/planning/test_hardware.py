@@ -25,6 +25,7 @@ def test_numbers_are_changed_by_name_and_by_file(tmp_path):
     ("a100-80g", ["efficiency=fast"], "efficiency must be a positive number, got 'fast'"),
     ("a100-80g", ["memory=-1"], "memory must be a positive number, got '-1'"),
     ("a100-80g", ["memory=nan"], "memory must be a positive number"),
+    ("a100-80g", ["gpus_per_node=0.5"], "gpus_per_node must be a whole number >= 1, got '0.5'"),
     ("a100-80g", ["memory"], "memory must be a positive number, got ''"),
 ])
 def test_what_is_no_card_is_told(name, changes, told):

@@ -23,10 +23,10 @@ USES = [Use(0, (), True), *(Use(k + 1, (k,), begin) for k in range(3) for begin 
 
 
 def _memory(stage: int, *, world: int = 2, accumulation: int = 1, bf16: bool = False, bucket: int = 5000, moments: int = 2,
-            **options):
+            data_types: dict | None = None, **options):
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "stage3_prefetch_bucket_size": 0,
                                     "stage3_param_persistence_threshold": 0, "overlap_comm": False},
-              "bf16": {"enabled": bf16}}
+              "bf16": {"enabled": bf16}, "data_types": data_types or {}}
     settings = communication_settings(config, world, accumulation)
     return plan_memory(TRACE, PARAMETERS, settings, moments=moments, uses=USES, **options)
 
@@ -85,11 +85,51 @@ def test_offloading_moves_optimizer_state_to_the_host(stage):
     assert away.peak < here.peak
 
 
-def test_a_window_holds_one_partition_and_two_buckets():
+def test_the_first_window_holds_a_partition_and_two_buckets_of_its_gradient_and_of_the_plain_one():
     memory = _memory(2, window=WindowSettings("signed", bucket_size=1000))
-    assert memory.parts["AGVM window"] == 4 * 3500 + 2 * 4 * 1000
+    assert memory.parts["AGVM window"] == 2 * (4 * 3500 + 2 * 4 * 1000)
     assert memory.phases["backward"] == _memory(2).phases["backward"] + memory.parts["AGVM window"]
-    assert _memory(2, window=WindowSettings("norms")).parts["AGVM window"] == 0
+    assert _memory(2, window=WindowSettings("norms", bucket_size=1000)).parts["AGVM window"] == 4 * 3500 + 2 * 4 * 1000
+
+
+@pytest.mark.parametrize("stage, accumulation, world, kind, size", [
+    (2, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # reduced once, in the type it came in
+    (2, 2, 2, "signed", 2 * (4 * 3500 + 2 * 2 * 1000)),  # added up in fp32
+    (1, 2, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # the local sum is reduced once
+    (2, 1, 2, "squared", 4 * 3500 + 2 * 4 * 1000 + 2 * 3500 + 2 * 2 * 1000),
+    (0, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),
+])
+def test_a_window_in_half_precision(stage, accumulation, world, kind, size):
+    memory = _memory(stage, accumulation=accumulation, world=world, bf16=True, window=WindowSettings(kind, bucket_size=1000))
+    assert memory.parts["AGVM window"] == size
+
+
+@pytest.mark.parametrize("stage, size", [(0, 4 * 7000), (1, 4 * 3500), (3, 4 * 3500)])
+def test_the_average_of_the_weights_is_one_more_share(stage, size):
+    without, averaged = _memory(stage), _memory(stage, average=True)
+    assert averaged.parts["average"] == size
+    assert averaged.peak == without.peak + size
+    if stage:
+        away = _memory(stage, average=True, offload="optimizer")
+        assert away.parts["average"] == 0
+        assert away.host == _memory(stage, offload="optimizer").host + size
+
+
+def test_gradients_added_up_in_fp32_are_whole_at_stage_1():
+    usual, wide = _memory(1, bf16=True), _memory(1, bf16=True, data_types={"grad_accum_dtype": "fp32"})
+    assert wide.parts["gradients"] == usual.parts["gradients"] + 4 * 7000 == (2 + 4) * 7000
+    assert wide.parts["buckets"] == 0
+    assert wide.phases["forward"] == usual.phases["forward"] + 4 * 7000
+    assert wide.phases["backward"] == usual.phases["backward"] + 4 * 7000 - 2 * 5000
+    temporaries = 3 * 4 * 2000  # the fp32 shard of the larger group, and twice as much for the rule
+    assert wide.phases["reduction"] == wide.phases["step"] - temporaries + 4 * 7000
+
+
+def test_offloading_takes_reduced_gradients_along():
+    away = _memory(2, offload="optimizer")
+    assert away.parts["gradients"] == 0
+    assert away.parts["buckets"] == 4 * (5000 + 4000)  # and one parameter on its way
+    assert away.phases["backward"] == 4 * 8000 + 4 * 9000 + 50_000
 
 
 def test_more_ranks_never_need_more_memory_under_zero():

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from traced_plan import CARD, traced_plan
 
 from engine.config import ConfigError, UserError, parse_config
+from engine.planning.gathers import Use
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
-from engine.planning.partition import Parameter
+from engine.planning.memory import OFFLOADS
 from engine.planning.plan import Plan
-from engine.planning.step_trace import Cost, GradientEvent, StepTrace
+from engine.planning.step_trace import Cost
 from engine.planning.time import calibrated, collective_seconds, compute_seconds, run_time, step_time
-
-CARD = find_hardware("a100-80g", ["efficiency=0.5", "launch=1e-5", "latency=1e-5"])
 
 
 def test_an_operator_takes_the_longest_of_launch_arithmetic_and_memory():
@@ -33,39 +35,61 @@ def test_a_ring_sends_twice_for_a_reduction_and_pays_for_distance():
     assert collective_seconds("all_reduce", 10**9, 16, CARD) == pytest.approx(4e-5 + 2 * 15 / 16 * 1e9 / 200e9)
 
 
-def _plan(world: int = 8, batch: int = 16, **changes) -> Plan:
-    """A plan whose trace is given: one convolution forward, two backward, a head of 10 million parameters."""
-    config = parse_config({
-        "train_batch_size": batch, "train_micro_batch_size_per_gpu": 2, "detector": {"config": "tiny_retinanet"},
-        "data": {"dataset": "shapes", "shapes": {"train_images": 100, "val_images": 10}},
-        "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-4, "tau": 10}}, "schedule": {"epochs": 4},
-        "run": {"eval_interval": 2, "checkpoint_interval": 1}, **changes})
-    plan = Plan(config, world, fixed_size=Size(64, 64))
-    plan.parameters = [Parameter("head.weight", 10**7, "bbox_head", 0)]
-    work = Cost(78 * 10**10, 8, "float32")
-    plan._traces[plan.sizes.mean, False, 2] = StepTrace(
-        2, 64, 64, 0, 0, [GradientEvent(0, 4 * 10**7, 0)], 0, Counter({work: 1}), Counter({work: 2}),
-        Counter({("all_reduce", 1000): 5}))
-    return plan
-
-
 def test_a_step_is_compute_communication_and_the_update():
-    step = step_time(_plan(), CARD)
+    step = step_time(traced_plan(), CARD)
     assert (step.forward, step.backward) == (pytest.approx(0.01), pytest.approx(0.02))
     assert step.gradients == pytest.approx(collective_seconds("all_reduce", 4 * 10**7, 8, CARD))
     assert step.statistics == pytest.approx(5 * collective_seconds("all_reduce", 1000, 8, CARD))
     assert step.optimizer == pytest.approx(4 * 7 * 10**7 / (0.5 * 2.039e12))
-    assert 0 < step.window < step.gradients / 10
+
+
+def test_a_window_counts_by_how_often_it_comes():
+    by_hand = sum(collective_seconds(op, size, 8, CARD) for op, size in (
+        ("reduce_scatter", 4 * 10**7), ("all_reduce", 8 * (2 + 3)), ("all_reduce", 8 * 3)))
+    for tau in (5, 10):
+        plan = traced_plan(optimizer={"type": "AGVMAdamW", "params": {"lr": 1e-4, "tau": tau}})
+        assert step_time(plan, CARD).window == pytest.approx(by_hand / tau)
+
+
+def test_gradients_and_fetched_weights_do_not_hide_behind_the_same_backward():
+    # A slow network, on which either is longer than half of backward and shorter than forward and backward together.
+    plan = traced_plan(zero_optimization={"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0})
+    plan.uses = [Use(0, (0,), begin) for begin in (True, False, True, False)]
+    slow = replace(CARD, intra_bandwidth=1.5e9)
+    sent = collective_seconds("reduce_scatter", 4 * 10**7, 8, slow)
+    assert 0.02 < sent < 0.03
+    step = step_time(plan, slow)
+    assert step.gradients == pytest.approx(sent - 0.02)  # as long as backward is hidden
+    assert step.weights == pytest.approx(sent - 0.01)  # only forward is left
+
+
+def test_offloaded_parameters_come_from_the_host_for_every_gather():
+    plan = traced_plan(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    plan.uses = [Use(0, (0,), begin) for begin in (True, False, True, False)]
+    less, more = (step_time(plan, CARD, stage=3, offload=offload) for offload in OFFLOADS[1:])
+    assert more.total - less.total == pytest.approx(4 * 10**7 / 8 / CARD.host_bandwidth)
 
 
 def test_accumulation_repeats_compute_and_not_the_reduction():
-    once, four = step_time(_plan(), CARD), step_time(_plan(batch=64), CARD)
+    once, four = step_time(traced_plan(), CARD), step_time(traced_plan(batch=64), CARD)
     assert four.backward == pytest.approx(4 * once.backward)
     assert four.gradients == pytest.approx(once.gradients)
 
 
+def test_ranks_wait_for_the_largest_micro_batch_in_every_accumulated_micro_step():
+    once, four = traced_plan(), traced_plan(batch=64)
+    for plan in (once, four):
+        plan.sizes.pixels = np.array([64 * 64, 2 * 64 * 64])
+        plan.sizes._largest = Size(64, 128)
+        trace = plan._traces[Size(64, 64), False, 2]
+        double = Counter({cost: 2 * count for cost, count in trace.backward.items()})
+        plan._traces[Size(64, 128), False, 2] = replace(trace, width=128, backward=double)
+    assert step_time(once, CARD).backward > 0.039  # almost always one of 8 ranks has the large one
+    assert step_time(four, CARD).backward == pytest.approx(4 * step_time(once, CARD).backward)
+
+
 def test_a_run_has_the_steps_of_its_epochs_and_its_evaluations_and_checkpoints():
-    time = run_time(_plan(), CARD)
+    time = run_time(traced_plan(), CARD)
     assert time.steps == 4 * math.ceil(100 / 16)
     assert time.evaluation == pytest.approx(2 * math.ceil(10 / 8) * 0.005)
     assert time.checkpoints == pytest.approx(4 * 10**7 * (4 + 12) / CARD.disk)
@@ -75,7 +99,7 @@ def test_a_run_has_the_steps_of_its_epochs_and_its_evaluations_and_checkpoints()
 
 
 def test_calibration_finds_the_share_that_gives_the_measured_step():
-    plan = _plan()
+    plan = traced_plan()
     truth = step_time(plan, find_hardware("a100-80g", ["efficiency=0.21"])).total
     assert calibrated(plan, CARD, truth).efficiency != pytest.approx(0.21, rel=1e-3)  # another launch and latency
     assert calibrated(plan, find_hardware("a100-80g"), truth).efficiency == pytest.approx(0.21, rel=1e-6)
@@ -84,11 +108,11 @@ def test_calibration_finds_the_share_that_gives_the_measured_step():
 @pytest.mark.parametrize("measured, told", [(0.0, "more than 0 seconds"), (1e-9, "cannot be"), (1e9, "cannot be")])
 def test_a_step_that_no_share_explains_is_told(measured, told):
     with pytest.raises(UserError, match=told):
-        calibrated(_plan(), CARD, measured)
+        calibrated(traced_plan(), CARD, measured)
 
 
 def test_other_numbers_of_ranks_share_the_trace_and_refuse_what_cannot_be_divided():
-    plan = _plan()
+    plan = traced_plan()
     other = plan.at(32, 128)
     assert (other.batch.accumulation, other.world) == (2, 32)
     assert step_time(other, CARD).backward == pytest.approx(0.04)
@@ -99,7 +123,7 @@ def test_other_numbers_of_ranks_share_the_trace_and_refuse_what_cannot_be_divide
 
 def test_wrong_numbers_are_told():
     with pytest.raises(UserError, match="--world-size must be a whole number >= 1, got 0"):
-        _plan(world=0)
+        traced_plan(world=0)
     config = parse_config({
         "train_batch_size": 2, "detector": {"config": "tiny_retinanet"}, "optimizer": {"type": "SGD", "params": {"lr": 1}},
         "data": {"train": {"annotations": "a.json", "images": "a"}, "val": {"annotations": "b.json", "images": "b"}},

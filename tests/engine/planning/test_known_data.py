@@ -1,0 +1,73 @@
+"""How many images a plan has: as many as the run, and what cannot be read is told in one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_run import merged
+
+from engine.config import UserError, parse_config
+from engine.planning.known_data import known_data
+from engine.planning.plan import Plan
+from engine.task import task_of
+
+
+def _config(**changes):
+    return parse_config(merged(changes))
+
+
+@pytest.mark.parametrize("keep_empty", [False, True])
+@pytest.mark.parametrize("task", ["detection", "panoptic"])
+def test_the_embedded_data_set_has_the_images_of_the_run(keep_empty, task):
+    # Of 60 images some show no object.
+    config = _config(data={"shapes": {"train_images": 60, "val_images": 1}, "keep_empty": keep_empty, "task": task})
+    known = known_data(config)
+    train, val, classes = task_of(config).build_data()
+    assert (known.train, known.val, known.things, known.stuff) == (
+        len(train.dataset), len(val.dataset), len(classes.things), len(classes.stuff))
+    assert (known.train == 60) == keep_empty
+    assert known_data(config, images=7).train == 7
+
+
+def _files(folder, **changes):
+    """A config on two annotation files: three images, of which the second has a box and the third one without."""
+    content = {"images": [{"id": k, "file_name": f"{k}.jpg", "height": 32, "width": 32} for k in (1, 2, 3)],
+               "annotations": [{"id": 1, "image_id": 2, "category_id": 1, "bbox": [0, 0, 9, 9]},
+                               {"id": 2, "image_id": 3, "category_id": 1}], "categories": [{"id": 1, "name": "thing"}]}
+    (folder / "coco.json").write_text(json.dumps({**content, **changes}))
+    split = {"annotations": str(folder / "coco.json"), "images": str(folder)}
+    return _config(data={"dataset": "coco", "train": split, "val": split})
+
+
+def test_images_without_a_box_are_not_trained_on(tmp_path):
+    assert known_data(_files(tmp_path))[:4] == (1, 3, 1, 0)
+
+
+def test_files_that_cannot_be_used_are_told(tmp_path):
+    with pytest.raises(UserError, match="no image of .*coco.json has an annotated object: set data.keep_empty to true"):
+        known_data(_files(tmp_path, annotations=[]))
+    config = _files(tmp_path)
+    (tmp_path / "coco.json").write_text('{"images": [')
+    with pytest.raises(UserError, match="annotation file .*coco.json is not JSON: .* at line 1"):
+        known_data(config)
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"communication_data_type": "fp64"}, "DeepSpeed does not accept this config"),
+    ({"data_types": {"grad_accum_dtype": "fp99"}}, "data_types.grad_accum_dtype must be .*, got 'fp99'"),
+    ({"timers": 3}, "DeepSpeed does not accept"),
+])
+def test_what_deepspeed_refuses_is_not_planned(changes, told):
+    with pytest.raises(UserError, match=told):
+        Plan(_config(data={"keep_empty": True}, **changes), 4)
+
+
+def test_offloading_may_be_null():
+    plan = Plan(_config(data={"keep_empty": True}, zero_optimization={"offload_param": None, "offload_optimizer": None}), 4)
+    assert plan.offload == "none" and not plan.settings(3).offload
+
+
+def test_a_run_of_less_than_a_step_has_one():
+    plan = Plan(_config(data={"keep_empty": True}, schedule={"steps": None, "epochs": 0.004, "warmup_steps": None}), 4)
+    assert plan.steps == 1
