@@ -25,8 +25,8 @@ def draw_scores(study: Study, rows: Sequence[str], found: dict[tuple[str, int], 
         # Side by side on the logarithmic axis, so that bars do not hide each other.
         shift = 2 ** (0.05 * (number - (len(rows) - 1) / 2))
         own = [cell for cell in own if not cell.errors]  # a run that failed says nothing of its method
-        whole = [cell for cell in own if not math.isnan(cell.mean)]
-        axes.errorbar([cell.batch * shift for cell in whole], [cell.mean for cell in whole], yerr=[cell.spread for cell in whole],
+        # Not a number where a seed diverged: the line breaks there instead of passing over it.
+        axes.errorbar([cell.batch * shift for cell in own], [cell.mean for cell in own], yerr=[cell.spread for cell in own],
                       color=colour, linestyle=style, marker="o", markersize=4, capsize=2, linewidth=1.2, label=method)
         diverged = [cell.batch * shift for cell in own if math.isnan(cell.mean)]
         axes.plot(diverged, [0.0] * len(diverged), color=colour, linestyle="", marker="x")
