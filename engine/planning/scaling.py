@@ -109,9 +109,13 @@ def draw_scaling(points: list[Point], path: Path, title: str) -> None:
         misfits = [p for p in members if not p.fits]
         if misfits:
             axes.plot([p.world for p in misfits], [getattr(p, value) for p in misfits], "x", color="red", label="does not fit")
+    labelled: list[int] = []
+    for point in best:
+        if not labelled or point.world >= 1.25 * labelled[-1]:  # 480 beside 512 could not be read
+            labelled.append(point.world)
     for axes, name in ((left, "hours"), (right, "images a second, at the best batch")):
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel=name)
-        axes.set_xticks([p.world for p in best], [str(p.world) for p in best])
+        axes.set_xticks(labelled, [str(world) for world in labelled], fontsize=8)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
