@@ -214,7 +214,7 @@ def keep_settings(study: Study, folder: Path) -> None:
     path.write_text(json.dumps(new, indent=2))
 
 
-def _with_base(path: Path) -> dict[str, Any]:
+def _with_base(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """What a study's file says, on top of the study that it names as its `base`."""
     data = load_json(path)
     base = data.pop("base", None)
@@ -222,7 +222,10 @@ def _with_base(path: Path) -> dict[str, Any]:
         return data
     if not isinstance(base, str):
         raise ConfigError(f"study {path}: base must be the name of a study, got {base!r}")
-    return {**load_json(_find(base)), **data}
+    below = _find(base)
+    if below in (path, *above):
+        raise ConfigError(f"study {path} is its own base: name another one, or none")
+    return {**_with_base(below, (path, *above)), **data}
 
 
 def _find(name: str) -> Path:

@@ -141,6 +141,11 @@ def test_a_study_on_top_of_another_says_only_what_differs(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps({"base": "shapes", "epochs": 2, "start": None}))
     mine, shapes = load_study(str(tmp_path / "mine.json"), {})[0], load_study("shapes", {})[0]
     assert mine == shapes.model_copy(update={"epochs": 2.0, "start": None})
+    (tmp_path / "next.json").write_text(json.dumps({"base": str(tmp_path / "mine.json"), "epochs": 3}))
+    assert load_study(str(tmp_path / "next.json"), {})[0] == mine.model_copy(update={"epochs": 3.0})
+    (tmp_path / "mine.json").write_text(json.dumps({"base": str(tmp_path / "next.json")}))
+    with pytest.raises(ConfigError, match="mine.json is its own base|next.json is its own base"):
+        load_study(str(tmp_path / "next.json"), {})
     (tmp_path / "mine.json").write_text(json.dumps({"base": ["shapes"]}))
     with pytest.raises(ConfigError, match="base must be the name of a study"):
         load_study(str(tmp_path / "mine.json"), {})
