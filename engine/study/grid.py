@@ -18,6 +18,7 @@ from engine.config import ConfigError, RunConfig, load_config
 from engine.config.errors import nearest
 from engine.config.load import find_config, load_json
 from engine.config.schema import Block
+from engine.monitoring.records import write_json
 from engine.recipes.learning_rate import ScalingLaw
 
 STUDIES = Path("ds_configs") / "studies"
@@ -197,11 +198,11 @@ def keep_settings(study: Study, folder: Path) -> None:
     try:
         before = {**Study(**{key: value for key, value in old.items() if key != "run"}).model_dump(mode="json"),
                   "run": old["run"]}
-    except (ValueError, TypeError, KeyError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise ConfigError(f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
                           "beside it were made with these settings") from None
-    # More batches, seeds, factors or methods leave the runs that are there as they are.
-    # The first batch is where learning rates start from, the first seed the one that is tuned on.
+    # More batches, seeds, factors or methods leave the runs that are there as they are, but for the first of two: the first
+    # batch is where learning rates start from, and the first seed is tuned on.
     before["sweep"] = new["sweep"]
     for extendable in ("batches", "seeds"):
         before[extendable] = new[extendable] if before[extendable][0] == new[extendable][0] else before[extendable]
@@ -211,7 +212,7 @@ def keep_settings(study: Study, folder: Path) -> None:
     if changed:
         raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
     new["methods"] = {**known, **new["methods"]}  # one that is left out today may come back, and must be the same then
-    path.write_text(json.dumps(new, indent=2))
+    write_json(path, new, indent=2)  # whole or not at all: a full disk must not cost what is noted there
 
 
 def _with_base(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:

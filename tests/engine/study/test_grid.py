@@ -180,6 +180,7 @@ def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot hold a study"):
         keep_settings(study(), tmp_path / "file")
-    (tmp_path / "study.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read as the settings of a study"):
-        keep_settings(study(), tmp_path)
+    for text in ("{", "[1]", "{}"):
+        (tmp_path / "study.json").write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read as the settings of a study"):
+            keep_settings(study(), tmp_path)
