@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-BASELINE = {"halves": "plain", "replicas": "plain", "official": "tensorwise"}      # window: its own plain step
+BASELINE = {"halves": "plain", "replicas": "plain", "official": "tensorwise"}  # window: its own plain step
 VARIANTS = ("plain", "tensorwise", *BASELINE)
-PAPER_SHARE = 0.0012        # AGVM's share of a step that the paper reports: 128 A100s, batch 1024
+PAPER_SHARE = 0.0012  # AGVM's share of a step that the paper reports: 128 A100s, batch 1024
 # The paper's fastest run: 768 A100s, 2 images each, 16 epochs of 77 steps in 4.2 minutes.
 PAPER_STEP, PAPER_RANKS = 4.2 * 60 / (16 * 77), 768
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom.
@@ -52,8 +52,11 @@ class SentBytes(TorchDispatchMode):
         if function.namespace == "c10d":
             name = function.overloadpacket.__name__
             # A half of two ranks is one rank, and sends nothing to itself.
-            ranks = next(dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch.ScriptObject)
-                         and "ProcessGroup" in a._type().qualified_name())
+            ranks = next(
+                dist.ProcessGroup.unbox(a).size()
+                for a in args
+                if isinstance(a, torch.ScriptObject) and "ProcessGroup" in a._type().qualified_name()
+            )
             share = (ranks - 1) / ranks
             # Gathers name their outputs first, reductions and broadcasts their payload.
             leaves = tree_leaves(args[1] if "scatter" in name else args[0])
@@ -63,10 +66,11 @@ class SentBytes(TorchDispatchMode):
 
 
 def detector(depth: int = 50):
-    import models  # noqa: F401  (CPU kernels of mmcv's ops)
     from mmdet.registry import MODELS
     from mmdet.utils import register_all_modules
     from mmengine.hub import get_config
+
+    import models  # noqa: F401  (CPU kernels of mmcv's ops)
 
     register_all_modules()
     config = get_config("mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py").model
@@ -81,15 +85,23 @@ def detector(depth: int = 50):
 def build_engine(args: argparse.Namespace, accumulation: int):
     import deepspeed
 
-    from engine.optim import AGVMAdamW, AGVMSGD, module_groups
+    from engine.optim import AGVMSGD, AGVMAdamW, module_groups
 
     model = detector()
     rule = {"adamw": AGVMAdamW, "sgd": AGVMSGD}[args.rule]
     optimizer = rule(module_groups(model), lr=1e-5, tau=10)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
-        "train_micro_batch_size_per_gpu": args.batch, "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
-        "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1 << 24}})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": args.batch,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1 << 24},
+        },
+    )
     optimizer.attach(engine, bucket_size=args.bucket_size)
     return engine, optimizer
 
@@ -102,10 +114,17 @@ def pictures(args: argparse.Namespace, j: int):
     samples = []
     for _ in range(args.batch):
         corners = torch.rand(4, 2, generator=generator) * args.size * 0.5
-        sample = DetDataSample(metainfo=dict(img_shape=(args.size, args.size), pad_shape=(args.size, args.size),
-                                             batch_input_shape=(args.size, args.size), scale_factor=(1.0, 1.0)))
-        sample.gt_instances = InstanceData(bboxes=torch.cat([corners, corners + args.size * 0.3], 1),
-                                           labels=torch.arange(4))
+        sample = DetDataSample(
+            metainfo=dict(
+                img_shape=(args.size, args.size),
+                pad_shape=(args.size, args.size),
+                batch_input_shape=(args.size, args.size),
+                scale_factor=(1.0, 1.0),
+            )
+        )
+        sample.gt_instances = InstanceData(
+            bboxes=torch.cat([corners, corners + args.size * 0.3], 1), labels=torch.arange(4)
+        )
         samples.append(sample)
     return torch.randn(args.batch, 3, args.size, args.size, generator=generator), samples
 
@@ -170,7 +189,7 @@ def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
             dist.barrier()
             return time.perf_counter() - start[0], time.process_time() - start[1]
 
-        for variant in VARIANTS:                          # warm up; the self-check
+        for variant in VARIANTS:  # warm up; the self-check
             step(variant)
         sent, seconds = {}, {variant: [] for variant in VARIANTS}
         for variant in VARIANTS:
@@ -199,18 +218,27 @@ def interval(values: list[float]) -> str:
 def report(args: argparse.Namespace, accumulation: int, sent: dict, seconds: dict, parameters: int) -> None:
     for variant in ("plain", "tensorwise"):
         wall, cpu = (interval([pair[k] for pair in seconds[variant]]) for k in (0, 1))
-        print(f"stage {args.stage}, {args.rule}, K = {accumulation}, {args.blocks} blocks: {variant} step {wall} s "
-              f"({cpu} s of CPU), {sent[variant] / 1e6:.0f} MB sent per rank", flush=True)
+        print(
+            f"stage {args.stage}, {args.rule}, K = {accumulation}, {args.blocks} blocks: {variant} step {wall} s "
+            f"({cpu} s of CPU), {sent[variant] / 1e6:.0f} MB sent per rank",
+            flush=True,
+        )
     print("window       extra seconds   extra CPU seconds  extra MB  bytes/plain  of a step: tau 10     tau 5")
     for variant, base in BASELINE.items():
         wall, cpu = ([x[k] - y[k] for x, y in zip(seconds[variant], seconds[base])] for k in (0, 1))
         share = statistics.mean(wall) / statistics.mean(pair[0] for pair in seconds[base])
-        print(f"{variant:8s} {interval(wall):>17s} {interval(cpu):>19s} {(sent[variant] - sent[base]) / 1e6:9.0f} "
-              f"{sent[variant] / sent['plain']:12.2f} {share / 10:18.2%} {share / 5:9.2%}", flush=True)
+        print(
+            f"{variant:8s} {interval(wall):>17s} {interval(cpu):>19s} {(sent[variant] - sent[base]) / 1e6:9.0f} "
+            f"{sent[variant] / sent['plain']:12.2f} {share / 10:18.2%} {share / 5:9.2%}",
+            flush=True,
+        )
     window = 4 * parameters * (PAPER_RANKS - 1) / PAPER_RANKS / (args.bandwidth * 1e9)
-    print(f"the paper's step ({PAPER_STEP:.3f} s on {PAPER_RANKS} A100s), at {args.bandwidth:g} GB/s per GPU, nothing "
-          f"hidden behind backward: a window of {1e3 * window:.1f} ms, {window / PAPER_STEP / 10:.2%} at tau 10, "
-          f"{window / PAPER_STEP / 5:.2%} at tau 5 (the paper reports {PAPER_SHARE:.2%} of its step on 128)\n", flush=True)
+    print(
+        f"the paper's step ({PAPER_STEP:.3f} s on {PAPER_RANKS} A100s), at {args.bandwidth:g} GB/s per GPU, nothing "
+        f"hidden behind backward: a window of {1e3 * window:.1f} ms, {window / PAPER_STEP / 10:.2%} at tau 10, "
+        f"{window / PAPER_STEP / 5:.2%} at tau 5 (the paper reports {PAPER_SHARE:.2%} of its step on 128)\n",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -222,8 +250,9 @@ def main() -> None:
     parser.add_argument("--rule", default="adamw", choices=("adamw", "sgd"))
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--bucket-size", type=int, default=1 << 22)
-    parser.add_argument("--bandwidth", type=float, default=25.0, help="GB/s per GPU, for the paper's step "
-                        "(25: one 200 Gb/s link each)")
+    parser.add_argument(
+        "--bandwidth", type=float, default=25.0, help="GB/s per GPU, for the paper's step (25: one 200 Gb/s link each)"
+    )
     args = parser.parse_args()
     mp.spawn(benchmark, args=(tempfile.mktemp(), args), nprocs=2)
 

@@ -18,16 +18,23 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MODELS = {
-    "swin_b": {"config": "mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py", "options": {
-        "backbone.embed_dims": 128, "backbone.depths": [2, 2, 18, 2], "backbone.num_heads": [4, 8, 16, 32],
-        "neck.in_channels": [128, 256, 512, 1024]}},
+    "swin_b": {
+        "config": "mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py",
+        "options": {
+            "backbone.embed_dims": 128,
+            "backbone.depths": [2, 2, 18, 2],
+            "backbone.num_heads": [4, 8, 16, 32],
+            "neck.in_channels": [128, 256, 512, 1024],
+        },
+    },
     "uninet_g_htcx": {"config": "uninet_g_htcx", "zero_init": True},
 }
 
@@ -35,12 +42,16 @@ MODELS = {
 def settings(model: str, stage: int, work_dir: str) -> dict[str, Any]:
     bf16 = {"enabled": True}
     return {
-        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
         **({"bf16": bf16} if stage else {}),
         "detector": {**MODELS[model], **({} if stage == 3 else {"zero_init": False})},
         "data": {"task": "instance", "dataset": "shapes", "shapes": {"train_images": 8, "val_images": 2}, "workers": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "schedule": {"steps": 9},
-        "run": {"work_dir": work_dir, "eval_interval": 0}}
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "schedule": {"steps": 9},
+        "run": {"work_dir": work_dir, "eval_interval": 0},
+    }
 
 
 def anonymous_gb() -> float:
@@ -73,17 +84,23 @@ def measured(result: dict[str, float], name: str) -> Iterator[None]:
 
 def save_once(model: str, stage: int, work_dir: str) -> dict[str, float]:
     import torch
+
     from engine.building import build_run
     from engine.checkpoints.saving import save_checkpoint
     from engine.config import parse_config
 
     run = build_run(parse_config(settings(model, stage, work_dir)))
     for shard in run.layout.shards().values():
-        run.optimizer.state[shard] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(shard),
-                                      "exp_avg_sq": torch.zeros_like(shard)}
+        run.optimizer.state[shard] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.zeros_like(shard),
+            "exp_avg_sq": torch.zeros_like(shard),
+        }
         for value in list(run.optimizer.state[shard].values())[1:]:
             value.normal_()
-    result: dict[str, float] = {"parameters M": round(sum(run.layout.numel(i) for i in range(len(run.layout.params))) / 1e6, 1)}
+    result: dict[str, float] = {
+        "parameters M": round(sum(run.layout.numel(i) for i in range(len(run.layout.params))) / 1e6, 1)
+    }
     with measured(result, "save"):
         save_checkpoint(run, 1)
     folder = Path(work_dir) / "checkpoints" / "step-000001"
@@ -123,6 +140,7 @@ def in_ranks(world: int, function: str, *args: Any) -> dict[str, float]:
             try:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
                 import torch
+
                 from engine import distributed
 
                 torch.set_num_threads(1)
@@ -157,7 +175,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--model", choices=MODELS, default="swin_b")
     arguments.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2)
-    arguments.add_argument("--folder", default=tempfile.gettempdir(), help="where checkpoints are written, and removed again")
+    arguments.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="where checkpoints are written, and removed again"
+    )
     options = arguments.parse_args()
     from engine.distributed import import_deepspeed
 
@@ -171,12 +191,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="gigadet-cost-") as folder:
         run = f"{folder}/run"
         print("saved, 2 ranks       ", in_ranks(2, "save_once", options.model, options.stage, run), flush=True)
-        print("resumed, 2 ranks     ", in_ranks(2, "resume_once", options.model, options.stage, f"{folder}/two", run), flush=True)
-        print("resumed, 1 rank      ", in_ranks(1, "resume_once", options.model, options.stage, f"{folder}/one", run), flush=True)
+        print(
+            "resumed, 2 ranks     ",
+            in_ranks(2, "resume_once", options.model, options.stage, f"{folder}/two", run),
+            flush=True,
+        )
+        print(
+            "resumed, 1 rank      ",
+            in_ranks(1, "resume_once", options.model, options.stage, f"{folder}/one", run),
+            flush=True,
+        )
         print("exported             ", in_ranks(1, "export_once", run, f"{folder}/model.pth", False), flush=True)
         print("universal            ", in_ranks(1, "export_once", run, f"{folder}/universal", True), flush=True)
-        print("resumed, universal, 2", in_ranks(2, "resume_once", options.model, options.stage, f"{folder}/three",
-                                                f"{folder}/universal"), flush=True)
+        print(
+            "resumed, universal, 2",
+            in_ranks(2, "resume_once", options.model, options.stage, f"{folder}/three", f"{folder}/universal"),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
-from typing import Collection
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pipeline -> detector: of 64-pixel images a smaller Faster R-CNN is enough.
@@ -38,23 +38,44 @@ def runs() -> dict[str, tuple[str, list[str]]]:
     for pipeline in PIPELINES:
         for seed in (0, 1):
             for name, (batch, epochs, lr, warmup), method in (
-                    ("batch-8", SMALL, MEASURE), ("batch-128", LARGE, MEASURE), ("batch-128-agvm", LARGE, MODULATE)):
-                found[f"{pipeline}/{name}-seed{seed}"] = pipeline, [
-                    f"detector.config={PIPELINES[pipeline]}",
-                    f"train_batch_size={batch}", f"train_micro_batch_size_per_gpu={MICRO}",
-                    f"gradient_accumulation_steps={batch // MICRO}",
-                    f"data.shapes.train_images={IMAGES}", "data.shapes.image_size=64", "data.scale=[64, 64]",
-                    "data.workers=0", "optimizer.type=AGVMAdamW", f"optimizer.params.lr={lr}",
-                    "optimizer.params.start_step=0", f"optimizer.params.tau={1 if batch > 8 else 4}", *method,
-                    f"schedule.epochs={epochs}", f"schedule.warmup_steps={warmup}", "schedule.decay=constant",
-                    f"run.seed={seed}", "run.eval_interval=0", "run.checkpoint_interval=0", "run.log_interval=20"]
+                ("batch-8", SMALL, MEASURE),
+                ("batch-128", LARGE, MEASURE),
+                ("batch-128-agvm", LARGE, MODULATE),
+            ):
+                found[f"{pipeline}/{name}-seed{seed}"] = (
+                    pipeline,
+                    [
+                        f"detector.config={PIPELINES[pipeline]}",
+                        f"train_batch_size={batch}",
+                        f"train_micro_batch_size_per_gpu={MICRO}",
+                        f"gradient_accumulation_steps={batch // MICRO}",
+                        f"data.shapes.train_images={IMAGES}",
+                        "data.shapes.image_size=64",
+                        "data.scale=[64, 64]",
+                        "data.workers=0",
+                        "optimizer.type=AGVMAdamW",
+                        f"optimizer.params.lr={lr}",
+                        "optimizer.params.start_step=0",
+                        f"optimizer.params.tau={1 if batch > 8 else 4}",
+                        *method,
+                        f"schedule.epochs={epochs}",
+                        f"schedule.warmup_steps={warmup}",
+                        "schedule.decay=constant",
+                        f"run.seed={seed}",
+                        "run.eval_interval=0",
+                        "run.checkpoint_interval=0",
+                        "run.log_interval=20",
+                    ],
+                )
     return found
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=Path("work_dirs/variance"), metavar="DIR")
-    arguments.add_argument("--at-once", type=int, default=2, metavar="N", help="runs side by side, a core each (default 2)")
+    arguments.add_argument(
+        "--at-once", type=int, default=2, metavar="N", help="runs side by side, a core each (default 2)"
+    )
     options = arguments.parse_args()
     waiting = deque((name, *run) for name, run in runs().items() if not (options.out / name / "done").exists())
     running: dict[str, subprocess.Popen] = {}
@@ -65,8 +86,21 @@ def main() -> None:
     for pipeline in PIPELINES:
         folders = [str(options.out / name) for name in runs() if name.startswith(f"{pipeline}/")]
         print(f"\n{pipeline}", flush=True)
-        subprocess.run([sys.executable, ROOT / "launch/plot.py", *folders, "--matched", "step", "epoch", "--smooth", "0.8",
-                        "--out", str(options.out / f"{pipeline}.png")], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "launch/plot.py",
+                *folders,
+                "--matched",
+                "step",
+                "epoch",
+                "--smooth",
+                "0.8",
+                "--out",
+                str(options.out / f"{pipeline}.png"),
+            ],
+            check=True,
+        )
 
 
 def _train_all(options: argparse.Namespace, waiting: deque, running: dict[str, subprocess.Popen]) -> None:
@@ -84,7 +118,10 @@ def _train_all(options: argparse.Namespace, waiting: deque, running: dict[str, s
                 sys.exit(f"{name} ended with {process.returncode}: see {options.out / name}.log")
             (options.out / name / "done").touch()
             done = total - len(waiting) - len(running)
-            print(f"{done}/{total} {name}  ETA {(time.monotonic() - began) / done * (total - done) / 60:.0f} min", flush=True)
+            print(
+                f"{done}/{total} {name}  ETA {(time.monotonic() - began) / done * (total - done) / 60:.0f} min",
+                flush=True,
+            )
 
 
 def _stop(processes: Collection[subprocess.Popen]) -> None:
@@ -104,9 +141,20 @@ def _start(folder: Path, pipeline: str, settings: list[str]) -> subprocess.Popen
     folder.parent.mkdir(parents=True, exist_ok=True)
     overrides = [part for setting in settings for part in ("--set", setting)]
     with open(f"{folder}.log", "w") as log:
-        return subprocess.Popen([sys.executable, ROOT / "launch/train.py", "--deepspeed_config",
-                                 ROOT / f"ds_configs/shapes_{pipeline}.json", *overrides, "--work-dir", str(folder)],
-                                stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(
+            [
+                sys.executable,
+                ROOT / "launch/train.py",
+                "--deepspeed_config",
+                ROOT / f"ds_configs/shapes_{pipeline}.json",
+                *overrides,
+                "--work-dir",
+                str(folder),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
 
 if __name__ == "__main__":

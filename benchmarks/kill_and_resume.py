@@ -31,10 +31,14 @@ WORLD = 2
 def settings(work_dir: Path, stage: int, steps: int) -> dict:
     from tiny_run import merged
 
-    return merged({
-        "zero_optimization": {"stage": stage}, "schedule": {"steps": steps, "warmup_steps": 5, "decay": "cosine"},
-        "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-3, "tau": 3, "alpha": 0.9, "start_step": 0}},
-        "run": {"work_dir": str(work_dir), "checkpoint_interval": 0.67, "ema": 0.99}})
+    return merged(
+        {
+            "zero_optimization": {"stage": stage},
+            "schedule": {"steps": steps, "warmup_steps": 5, "decay": "cosine"},
+            "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-3, "tau": 3, "alpha": 0.9, "start_step": 0}},
+            "run": {"work_dir": str(work_dir), "checkpoint_interval": 0.67, "ema": 0.99},
+        }
+    )
 
 
 def live(config: dict, rank: int, store: str, log: Path) -> None:
@@ -130,8 +134,10 @@ def outcome(work_dir: Path) -> tuple[dict, list[dict]]:
 
     costs = ("images_per_second", "seconds", "memory_gb")
     records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
-    tensors = {**{f"weights {k}": v for k, v in saved_weights(work_dir)[0].items()},
-               **{f"averages {k}": v for k, v in saved_weights(work_dir, ema=True)[0].items()}}
+    tensors = {
+        **{f"weights {k}": v for k, v in saved_weights(work_dir)[0].items()},
+        **{f"averages {k}": v for k, v in saved_weights(work_dir, ema=True)[0].items()},
+    }
     return tensors, [{key: value for key, value in record.items() if key not in costs} for record in records]
 
 
@@ -160,17 +166,22 @@ def main() -> None:
         if life is None:
             raise SystemExit(f"the run ended after {kills} kills: give more --steps")
         kills, inside = kills + 1, inside + life[1]
-        print(f"kill {kills:3} of {life[0]:9} at step {steps_on_record(folder / 'killed'):4}"
-              f"{' inside saving' if life[1] else ''}", flush=True)
+        print(
+            f"kill {kills:3} of {life[0]:9} at step {steps_on_record(folder / 'killed'):4}"
+            f"{' inside saving' if life[1] else ''}",
+            flush=True,
+        )
     wait(start(config, folder / "killed.log"))
     wait(start(settings(folder / "whole", options.stage, options.steps), folder / "whole.log"))
     log = (folder / "killed.log").read_text()
     resumed = [int(step) for step in re.findall(r"^resume  .*step-(\d+) ", log, re.MULTILINE)]
     (killed, first), (whole, second) = outcome(folder / "killed"), outcome(folder / "whole")
     same = killed.keys() == whole.keys() and all(killed[name].equal(whole[name]) for name in whole)
-    print(f"{kills} kills, {inside} inside saving; {len(resumed)} lives went on from a checkpoint, {log.count('yet: starting')} "
-          f"began at step 0, {log.count('skipped:')} found a damaged one; {options.steps} steps, ZeRO-{options.stage}; "
-          f"weights and averages equal: {same}, records equal: {first == second}; {time.monotonic() - began:.0f} s")
+    print(
+        f"{kills} kills, {inside} inside saving; {len(resumed)} lives went on from a checkpoint, {log.count('yet: starting')} "
+        f"began at step 0, {log.count('skipped:')} found a damaged one; {options.steps} steps, ZeRO-{options.stage}; "
+        f"weights and averages equal: {same}, records equal: {first == second}; {time.monotonic() - began:.0f} s"
+    )
     if not (same and first == second and resumed == sorted(resumed)):
         raise SystemExit(1)
 

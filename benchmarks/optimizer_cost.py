@@ -30,8 +30,16 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from agvm_overhead import SentBytes, detector, interval, pictures  # noqa: E402
 
 BASE = "AdamW"
-OPTIONS = {"AdamW": {}, "SGD": {"momentum": 0.9}, "LARS": {}, "LAMB": {}, "PMDLAMB": {"period": 10, "factor": 0.5},
-           "AGVMAdamW": {"tau": 1}, "AGVMLAMB": {"tau": 1}, "SAM": {}}
+OPTIONS = {
+    "AdamW": {},
+    "SGD": {"momentum": 0.9},
+    "LARS": {},
+    "LAMB": {},
+    "PMDLAMB": {"period": 10, "factor": 0.5},
+    "AGVMAdamW": {"tau": 1},
+    "AGVMLAMB": {"tau": 1},
+    "SAM": {},
+}
 
 
 class Contender:
@@ -48,10 +56,18 @@ class Contender:
         rule = "AdamW" if name == "SAM" else name
         kind = getattr(engine.optim if rule in engine.optim.__all__ else torch.optim, rule)
         self.optimizer = kind(engine.optim.module_groups(model), lr=1e-6, **OPTIONS[name])
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config={
-            "train_micro_batch_size_per_gpu": args.batch, "gradient_accumulation_steps": args.accumulation,
-            "gradient_clipping": args.clip, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
-            "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1 << 24}})
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=self.optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": args.batch,
+                "gradient_accumulation_steps": args.accumulation,
+                "gradient_clipping": args.clip,
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+                "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1 << 24},
+            },
+        )
         if hasattr(self.optimizer, "attach"):
             self.optimizer.attach(self.engine)
         self.sam = SharpnessAware(self.engine, self.optimizer, layout_of(self.engine), 0.05) if name == "SAM" else None
@@ -79,8 +95,12 @@ class Contender:
         return time.perf_counter() - clock, ended - own, ended - self.behind
 
     def state_bytes(self) -> int:
-        return sum(value.numel() * value.element_size() for state in self.optimizer.state.values()
-                   for value in state.values() if isinstance(value, torch.Tensor))
+        return sum(
+            value.numel() * value.element_size()
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
 
 
 def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
@@ -110,20 +130,29 @@ def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, sent: dict, seconds: dict, states: dict, parameters: int) -> None:
-    print(f"Faster R-CNN R{args.depth}, {parameters / 1e6:.1f} M parameters, ZeRO-{args.stage}, 2 ranks x {args.batch} x "
-          f"{args.size} pixels x {args.accumulation} accumulated, clipping {args.clip:g}, {args.blocks} blocks; +-: 95 %")
+    print(
+        f"Faster R-CNN R{args.depth}, {parameters / 1e6:.1f} M parameters, ZeRO-{args.stage}, 2 ranks x {args.batch} x "
+        f"{args.size} pixels x {args.accumulation} accumulated, clipping {args.clip:g}, {args.blocks} blocks; +-: 95 %"
+    )
     clock, own, update = (interval([row[k] for row in seconds[BASE]]) for k in range(3))
-    print(f"{BASE}: step {clock} s by the clock, {own} s of CPU, update {update} s of CPU, {sent[BASE]:.0f} bytes sent, "
-          f"{states[BASE]} bytes of state a rank")
-    print(f"{'more than ' + BASE:16} {'clock, s':>17} {'CPU, s':>17} {'':>7} {'update, CPU s':>17} {'bytes sent':>14} {'':>8} "
-          f"{'state':>12}")
+    print(
+        f"{BASE}: step {clock} s by the clock, {own} s of CPU, update {update} s of CPU, {sent[BASE]:.0f} bytes sent, "
+        f"{states[BASE]} bytes of state a rank"
+    )
+    print(
+        f"{'more than ' + BASE:16} {'clock, s':>17} {'CPU, s':>17} {'':>7} {'update, CPU s':>17} {'bytes sent':>14} {'':>8} "
+        f"{'state':>12}"
+    )
     base = statistics.mean(row[1] for row in seconds[BASE])
     for name in seconds:
         if name != BASE:
             clock, own, update = ([x[k] - y[k] for x, y in zip(seconds[name], seconds[BASE])] for k in range(3))
-            print(f"{name:16} {interval(clock):>17} {interval(own):>17} {statistics.mean(own) / base:>+7.1%} "
-                  f"{interval(update):>17} {sent[name] - sent[BASE]:>14.0f} {sent[name] / sent[BASE] - 1:>+8.3%} "
-                  f"{states[name] - states[BASE]:>12}", flush=True)
+            print(
+                f"{name:16} {interval(clock):>17} {interval(own):>17} {statistics.mean(own) / base:>+7.1%} "
+                f"{interval(update):>17} {sent[name] - sent[BASE]:>14.0f} {sent[name] / sent[BASE] - 1:>+8.3%} "
+                f"{states[name] - states[BASE]:>12}",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -30,12 +30,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 POSITIVES = 8
 DETECTORS = {
     "retinanet_r18": dict(config="mmdet::retinanet/retinanet_r18_fpn_1x_coco.py", task="detection", options={}),
-    "faster_rcnn_r50": dict(config="mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", task="detection", options={
-        "train_cfg.rcnn.sampler.num": 32}),
-    "mask_rcnn_r50": dict(config="mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py", task="instance", options={
-        "train_cfg.rcnn.sampler.num": 32}),
-    "uninet_b1_htcx": dict(config="uninet_b1_htcx", task="instance", options={
-        f"train_cfg.rcnn.{stage}.sampler.num": 32 for stage in range(3)}),
+    "faster_rcnn_r50": dict(
+        config="mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py",
+        task="detection",
+        options={"train_cfg.rcnn.sampler.num": 32},
+    ),
+    "mask_rcnn_r50": dict(
+        config="mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py",
+        task="instance",
+        options={"train_cfg.rcnn.sampler.num": 32},
+    ),
+    "uninet_b1_htcx": dict(
+        config="uninet_b1_htcx",
+        task="instance",
+        options={f"train_cfg.rcnn.{stage}.sampler.num": 32 for stage in range(3)},
+    ),
     "semantic_fpn_r18": dict(config="semantic_fpn_r18", task="semantic", options={}),
 }
 
@@ -44,15 +53,30 @@ def settings(name: str, stage: int, args: argparse.Namespace) -> dict:
     """A run's JSON. Buckets are small beside the model, as they are in a real run."""
     detector = DETECTORS[name]
     return {
-        "name": name, "train_batch_size": 2 * args.micro, "train_micro_batch_size_per_gpu": args.micro,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2_000_000, "stage3_prefetch_bucket_size": 2_000_000},
-        "detector": {"config": detector["config"], "options": detector["options"],
-                     "checkpoint_activations": ["backbone"] if args.recompute else []},
-        "data": {"task": detector["task"], "dataset": "shapes", "workers": 0, "scale": [96, 96],
-                 "shapes": {"train_images": 4, "val_images": 2, "image_size": 96}},
+        "name": name,
+        "train_batch_size": 2 * args.micro,
+        "train_micro_batch_size_per_gpu": args.micro,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 2_000_000,
+            "stage3_prefetch_bucket_size": 2_000_000,
+        },
+        "detector": {
+            "config": detector["config"],
+            "options": detector["options"],
+            "checkpoint_activations": ["backbone"] if args.recompute else [],
+        },
+        "data": {
+            "task": detector["task"],
+            "dataset": "shapes",
+            "workers": 0,
+            "scale": [96, 96],
+            "shapes": {"train_images": 4, "val_images": 2, "image_size": 96},
+        },
         "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-5, "tau": 3 if args.window else 1000}},
         "schedule": {"steps": 5, "warmup_steps": 0, "decay": "constant"},
-        "run": {"eval_interval": 0, "checkpoint_interval": 0}}
+        "run": {"eval_interval": 0, "checkpoint_interval": 0},
+    }
 
 
 def measure(rank: int, store: str, data: dict, args: argparse.Namespace, results) -> None:
@@ -72,8 +96,9 @@ def measure(rank: int, store: str, data: dict, args: argparse.Namespace, results
     data["run"]["work_dir"] = tempfile.mkdtemp()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build_run(parse_config(data))
-    samples = ground_truth(run.config.data, run.classes, micro=args.micro, height=args.size, width=args.size,
-                           objects=POSITIVES)
+    samples = ground_truth(
+        run.config.data, run.classes, micro=args.micro, height=args.size, width=args.size, objects=POSITIVES
+    )
     images = [torch.randint(0, 255, (3, args.size, args.size), dtype=torch.uint8) for _ in range(args.micro)]
     phases: dict[str, int] = {}
     for step in range(4 if args.window else 3):
@@ -95,8 +120,8 @@ def measure(rank: int, store: str, data: dict, args: argparse.Namespace, results
 
 def predict(data: dict, args: argparse.Namespace, results) -> None:
     from engine.config import parse_config
-    from engine.planning.plan import Plan
     from engine.planning.image_sizes import Size
+    from engine.planning.plan import Plan
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         plan = Plan(parse_config(data), world=2, fixed_size=Size(args.size, args.size), objects=POSITIVES)
@@ -119,8 +144,12 @@ def run_processes(target, arguments: list[tuple]) -> list:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--detectors", nargs="+", default=["retinanet_r18", "faster_rcnn_r50", "uninet_b1_htcx"],
-                        choices=list(DETECTORS))
+    parser.add_argument(
+        "--detectors",
+        nargs="+",
+        default=["retinanet_r18", "faster_rcnn_r50", "uninet_b1_htcx"],
+        choices=list(DETECTORS),
+    )
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 2, 3], choices=[0, 1, 2, 3])
     parser.add_argument("--size", type=int, default=256, help="side of the images, a multiple of 32")
     parser.add_argument("--micro", type=int, default=1, help="images of a micro-batch")
@@ -135,7 +164,10 @@ def main() -> None:
     import_deepspeed()
     import_mmdet()
     rows = []
-    print("detector          stage  predicted MB  measured MB   error   resident MB  where (predicted, measured)", flush=True)
+    print(
+        "detector          stage  predicted MB  measured MB   error   resident MB  where (predicted, measured)",
+        flush=True,
+    )
     for name in args.detectors:
         for stage in args.stages:
             data = settings(name, stage, args)
@@ -144,12 +176,24 @@ def main() -> None:
             found = run_processes(measure, [(rank, store, json.loads(json.dumps(data)), args) for rank in range(2)])
             measured = max(found, key=lambda row: max(row[1].values()))
             guess, real = max(phases.values()), max(measured[1].values())
-            row = dict(detector=name, stage=stage, predicted=guess, measured=real, error=guess / real - 1,
-                       resident=max(row[2] for row in found), phases=phases, measured_phases=measured[1], parts=parts)
+            row = dict(
+                detector=name,
+                stage=stage,
+                predicted=guess,
+                measured=real,
+                error=guess / real - 1,
+                resident=max(row[2] for row in found),
+                phases=phases,
+                measured_phases=measured[1],
+                parts=parts,
+            )
             rows.append(row)
-            print(f"{name:17s} {stage:5d} {guess / 1e6:13.1f} {real / 1e6:12.1f} {row['error']:+7.1%} "
-                  f"{row['resident'] / 1e6:12.0f}  {max(phases, key=phases.get)}, "
-                  f"{max(measured[1], key=measured[1].get)}", flush=True)
+            print(
+                f"{name:17s} {stage:5d} {guess / 1e6:13.1f} {real / 1e6:12.1f} {row['error']:+7.1%} "
+                f"{row['resident'] / 1e6:12.0f}  {max(phases, key=phases.get)}, "
+                f"{max(measured[1], key=measured[1].get)}",
+                flush=True,
+            )
             if args.json:
                 Path(args.json).write_text(json.dumps(rows, indent=1))
 

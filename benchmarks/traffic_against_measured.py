@@ -22,8 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-RETINANET, FASTER_RCNN, HTCX = ("mmdet::retinanet/retinanet_r18_fpn_1x_coco.py",
-                                "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", "uninet_b1_htcx")
+RETINANET, FASTER_RCNN, HTCX = (
+    "mmdet::retinanet/retinanet_r18_fpn_1x_coco.py",
+    "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py",
+    "uninet_b1_htcx",
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
 
     def look_at_model(*args: Any, **kwargs: Any) -> Any:
         model = kwargs["model"]
-        kept.update(parameters=parameters_of(model, kwargs["optimizer"].param_groups), uses=model_uses(model),
-                    norms=synced_norms(model))
+        kept.update(
+            parameters=parameters_of(model, kwargs["optimizer"].param_groups),
+            uses=model_uses(model),
+            norms=synced_norms(model),
+        )
         return initialize(*args, **kwargs)
 
     def look_at_run(*args: Any) -> Any:
@@ -94,10 +100,16 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
     steps, first = [], True
     for number, (calls, order, uses) in enumerate(seen, start=1):
         collectives = step_traffic(
-            parameters, settings, window=window_settings(run.config.optimizer.type, run.config.optimizer.params),
+            parameters,
+            settings,
+            window=window_settings(run.config.optimizer.type, run.config.optimizer.params),
             order=order[-trained:] if follow_order else None,
-            uses=uses[len(uses) // K * (K - 1):] if follow_order else kept["uses"], norms=kept["norms"],
-            losses=len(run.loss_names), layer_numbers=layer_numbers(run.config.optimizer.type), backend="gloo")
+            uses=uses[len(uses) // K * (K - 1) :] if follow_order else kept["uses"],
+            norms=kept["norms"],
+            losses=len(run.loss_names),
+            layer_numbers=layer_numbers(run.config.optimizer.type),
+            backend="gloo",
+        )
         window = modulator is not None and modulator.is_window(number)
         steps.append(Step(calls, step_calls(collectives, K, window=window, first=window and first), window))
         first = first and not window
@@ -106,38 +118,51 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
 
 def content(detector: str, stage: int, options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "train_batch_size": 2 * options.accumulation, "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0, "zero_optimization": {"stage": stage},
+        "train_batch_size": 2 * options.accumulation,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
         **({} if options.dtype == "fp32" else {options.dtype: {"enabled": True}}),
         "detector": {"config": detector},
-        "data": {"task": "instance" if "htcx" in detector else "detection", "dataset": "shapes", "workers": 0,
-                 "shapes": {"train_images": 16, "val_images": 2, "image_size": options.size},
-                 "scale": [options.size, options.size]},
+        "data": {
+            "task": "instance" if "htcx" in detector else "detection",
+            "dataset": "shapes",
+            "workers": 0,
+            "shapes": {"train_images": 16, "val_images": 2, "image_size": options.size},
+            "scale": [options.size, options.size],
+        },
         "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-5, "tau": 2, "start_step": 0}},
         "schedule": {"steps": 4, "warmup_steps": 0, "decay": "constant"},
-        "run": {"eval_interval": 0, "checkpoint_interval": 0}}
+        "run": {"eval_interval": 0, "checkpoint_interval": 0},
+    }
 
 
 def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     import os
 
     import torch
+
     from engine.distributed import init_distributed
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")
     init_distributed(init_method=f"file://{store}", rank=rank, world_size=2)
     if rank == 0:
-        print(f"{'detector':<50}{'ZeRO':>5} {'step':<7}{'measured':>14}{'predicted':>14}  calls measured / predicted",
-              flush=True)
+        print(
+            f"{'detector':<50}{'ZeRO':>5} {'step':<7}{'measured':>14}{'predicted':>14}  calls measured / predicted",
+            flush=True,
+        )
     for detector in options.detectors:
         for stage in options.stages:
             steps = measured_and_predicted(content(detector, stage, options))
             for step in steps[2:] if rank == 0 else ():
                 measured, predicted = step.payload()
-                print(f"{detector:<50}{stage:>5} {'window' if step.window else 'plain':<7}{measured:>14}{predicted:>14}  "
-                      f"{sum(step.measured.values())} / {sum(step.predicted.values())}"
-                      f"{'' if measured == predicted else '  DIFFERENT'}", flush=True)
+                print(
+                    f"{detector:<50}{stage:>5} {'window' if step.window else 'plain':<7}{measured:>14}{predicted:>14}  "
+                    f"{sum(step.measured.values())} / {sum(step.predicted.values())}"
+                    f"{'' if measured == predicted else '  DIFFERENT'}",
+                    flush=True,
+                )
 
 
 def main() -> None:

@@ -107,11 +107,15 @@ def main() -> None:
     for _ in range(args.blocks):
         for name in order.sample(list(models), len(models)):
             seconds[name].append(step(name))
-    print(f"uninet_{args.arch} at {args.size}: {work:.2f} GFLOPs, {args.batch / statistics.mean(seconds['ours']):.2f} images/s "
-          f"forward and backward on {args.threads} thread(s)")
+    print(
+        f"uninet_{args.arch} at {args.size}: {work:.2f} GFLOPs, {args.batch / statistics.mean(seconds['ours']):.2f} images/s "
+        f"forward and backward on {args.threads} thread(s)"
+    )
     print(f"naive / ours: {interval([n / o for n, o in zip(seconds['naive'], seconds['ours'])])}")
-    print(f"{args.rival} at {size} ({flops(rival.eval(), size):.2f} GFLOPs) / ours: "
-          f"{interval([r / o for r, o in zip(seconds['rival'], seconds['ours'])])}")
+    print(
+        f"{args.rival} at {size} ({flops(rival.eval(), size):.2f} GFLOPs) / ours: "
+        f"{interval([r / o for r, o in zip(seconds['rival'], seconds['ours'])])}"
+    )
 
 
 if __name__ == "__main__":

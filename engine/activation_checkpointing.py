@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -17,8 +18,9 @@ def checkpoint_blocks(model: nn.Module, prefixes: Sequence[str]) -> int:
     count = 0
     for prefix in prefixes:
         if prefix not in modules:
-            raise ConfigError(f'detector.checkpoint_activations: the detector has no module "{prefix}"'
-                              f"{nearest(prefix, modules)}")
+            raise ConfigError(
+                f'detector.checkpoint_activations: the detector has no module "{prefix}"{nearest(prefix, modules)}'
+            )
         names = {block_name(f"{prefix}.{name}") for name, _ in modules[prefix].named_parameters()} - {None}
         for name in names or {prefix}:
             modules[name].forward = _Recomputed(modules[name])

@@ -15,5 +15,5 @@ def block_name(parameter_name: str) -> str | None:
     for position, part in enumerate(parts):
         numbers += part.isdigit() or bool(re.fullmatch(r"(layer|stage)s?_?\d+", part))
         if numbers == 2:
-            return ".".join(parts[:position + 1])
+            return ".".join(parts[: position + 1])
     return None

@@ -75,7 +75,8 @@ def stage_of(config: RunConfig) -> int:
 def resolve(config: RunConfig, plan: BatchPlan, work_dir: Path) -> RunConfig:
     """The config as it runs: the batch triangle solved, and what DeepSpeed would assume in silence written down."""
     settings = {
-        **config.deepspeed, **plan.as_keys(),
+        **config.deepspeed,
+        **plan.as_keys(),
         # DeepSpeed's own default is 1.0; nobody who leaves the key out means that.
         "gradient_clipping": config.deepspeed.get("gradient_clipping", 0.0),
         "zero_allow_untested_optimizer": config.deepspeed.get("zero_allow_untested_optimizer", True),
@@ -117,8 +118,12 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         train, val, classes = task.build_data()
     with distributed.together():
         model = build_model(config, classes)
-        batches = GlobalBatches(size=len(train.dataset), batch=plan.total, seed=config.run.seed,
-                                landscape=landscape_flags(train.dataset) if config.data.group_by_aspect else None)
+        batches = GlobalBatches(
+            size=len(train.dataset),
+            batch=plan.total,
+            seed=config.run.seed,
+            landscape=landscape_flags(train.dataset) if config.data.group_by_aspect else None,
+        )
         schedule = build_schedule(config.schedule, batches.steps_per_epoch)
         optimizer = build_optimizer(config.optimizer, model, warmup_steps=schedule.warmup_steps)
     precision = Precision.of(config.deepspeed)
@@ -148,15 +153,35 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say(f"model   {describe(model)}")
-    say(f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, "
-        f"{len(classes.all)} classes: {', '.join(classes.all[:8])}{', ...' if len(classes.all) > 8 else ''}")
-    say(f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
+    say(
+        f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, "
+        f"{len(classes.all)} classes: {', '.join(classes.all[:8])}{', ...' if len(classes.all) > 8 else ''}"
+    )
+    say(
+        f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
         f"{schedule.steps} steps, {batches.steps_per_epoch} an epoch, {schedule.warmup_steps} of warm-up; "
-        f"ZeRO-{stage_of(config)}, {str(precision.dtype)[6:]}")
-    run = Run(config=config, task=task, plan=plan, classes=classes, train=train, val=val, schedule=schedule,
-              batches=batches, engine=model_engine, optimizer=optimizer, forward=forward, preprocess=preprocess,
-              precision=precision, work_dir=work_dir, layout=layout, stage=stage_of(config),
-              ema=None if config.run.ema is None else ShardEMA(layout, config.run.ema), sam=sam)
+        f"ZeRO-{stage_of(config)}, {str(precision.dtype)[6:]}"
+    )
+    run = Run(
+        config=config,
+        task=task,
+        plan=plan,
+        classes=classes,
+        train=train,
+        val=val,
+        schedule=schedule,
+        batches=batches,
+        engine=model_engine,
+        optimizer=optimizer,
+        forward=forward,
+        preprocess=preprocess,
+        precision=precision,
+        work_dir=work_dir,
+        layout=layout,
+        stage=stage_of(config),
+        ema=None if config.run.ema is None else ShardEMA(layout, config.run.ema),
+        sam=sam,
+    )
     if checkpoint is not None:
         go_on(run, checkpoint)
     return run
@@ -173,8 +198,10 @@ def go_on(run: Run, checkpoint: Checkpoint) -> None:
     with distributed.together():
         if distributed.rank() == 0:
             take_over(run, checkpoint, say)
-    say(f"resume  {checkpoint.folder} ({checkpoint.describe}), step {run.start} of {run.schedule.steps}, "
-        f"{time.monotonic() - began:.1f} s")
+    say(
+        f"resume  {checkpoint.folder} ({checkpoint.describe}), step {run.start} of {run.schedule.steps}, "
+        f"{time.monotonic() - began:.1f} s"
+    )
 
 
 def _layout(model_engine: Any) -> Layout:
@@ -193,8 +220,10 @@ def check_deepspeed(settings: dict[str, Any]) -> None:
         DeepSpeedConfig(dict(settings))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"DeepSpeed does not accept \"{'.'.join(str(part) for part in first['loc'])}\" in "
-                          f"{error.title.removeprefix('DeepSpeed').removesuffix('Config').lower()} ({first['msg']})") from None
+        raise ConfigError(
+            f'DeepSpeed does not accept "{".".join(str(part) for part in first["loc"])}" in '
+            f"{error.title.removeprefix('DeepSpeed').removesuffix('Config').lower()} ({first['msg']})"
+        ) from None
     except Exception as error:  # its readers raise whatever a wrong value leads to
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"DeepSpeed does not accept this config ({type(error).__name__}: {reason})") from None
@@ -203,11 +232,17 @@ def check_deepspeed(settings: dict[str, Any]) -> None:
 def check_supported(config: RunConfig, resume: Resume | None) -> None:
     stage = stage_of(config)
     zero = config.deepspeed.get("zero_optimization", {})
-    if "nvme" in str(zero) and (config.run.checkpoint_interval != 0 or config.run.ema is not None or resume is not None):
-        raise ConfigError("state that is offloaded to NVMe can be neither saved nor averaged: set run.checkpoint_interval to "
-                          "0 and run.ema to null, or offload to the CPU")
+    if "nvme" in str(zero) and (
+        config.run.checkpoint_interval != 0 or config.run.ema is not None or resume is not None
+    ):
+        raise ConfigError(
+            "state that is offloaded to NVMe can be neither saved nor averaged: set run.checkpoint_interval to "
+            "0 and run.ema to null, or offload to the CPU"
+        )
     if zero.get("elastic_checkpoint"):
-        raise ConfigError("zero_optimization.elastic_checkpoint is refused: checkpoints fit any number of ranks without it")
+        raise ConfigError(
+            "zero_optimization.elastic_checkpoint is refused: checkpoints fit any number of ranks without it"
+        )
     if config.deepspeed.get("checkpoint", {}).get("use_node_local_storage"):
         raise ConfigError("checkpoint.use_node_local_storage is refused: the work dir must be one folder for all nodes")
     if config.optimizer.type == "Adagrad" and stage > 0:
@@ -254,8 +289,7 @@ def plain_model(run: Run) -> nn.Module:
     others at every layer, and in evaluation ranks see different numbers of images and objects."""
     if run.stage != 3:
         return run.engine.module
-    whole = run.config.model_copy(update={"detector": run.config.detector.model_copy(
-        update={"zero_init": False})})
+    whole = run.config.model_copy(update={"detector": run.config.detector.model_copy(update={"zero_init": False})})
     copy = build_model(whole, run.classes, empty=True).to(run.precision.dtype).to(distributed.device())
     target = copy.state_dict()
     for name, value in whole_state(run.engine.module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -57,11 +58,17 @@ class Classification:
         return StackImages()
 
     def as_numbers(self, output: ImagePrediction, classes: Classes) -> dict[str, Any]:
-        return dict(image_id=output.img_id, truth=output.label, loss=output.loss, labels=output.labels.tolist(),
-                    scores=output.scores.tolist())
+        return dict(
+            image_id=output.img_id,
+            truth=output.label,
+            loss=output.loss,
+            labels=output.labels.tolist(),
+            scores=output.scores.tolist(),
+        )
 
-    def write_scores(self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *,
-                     table: bool) -> dict[str, float]:
+    def write_scores(
+        self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *, table: bool
+    ) -> dict[str, float]:
         write_json(folder / "results.json", result_entries(predictions, split.dataset.listing, classes))
         metrics = accuracy(predictions)
         write_json(folder / "eval.json", metrics, indent=2)
@@ -69,8 +76,9 @@ class Classification:
             print(accuracy_table(metrics, predictions, classes), flush=True)
         return metrics
 
-    def draw_predictions(self, path: Path, predictions: Sequence[dict[str, Any]], split: Split,
-                         classes: Classes) -> None:
+    def draw_predictions(
+        self, path: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes
+    ) -> None:
         # Spread over the data set, which is in the order of its classes.
         places = np.linspace(0, len(predictions) - 1, min(self.config.run.draw, len(predictions))).round().astype(int)
         pictures = []
@@ -82,7 +90,7 @@ class Classification:
             pictures.append((np.asarray(split.dataset.picture(prediction["image_id"] - 1)), title, first == truth))
         titled_grid(pictures, path)
 
-    def infer(self, loaded: "Loaded", paths: Sequence[Path], out: Path, *, threshold: float) -> None:
+    def infer(self, loaded: Loaded, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """The first five classes of every image with their probabilities, on the screen and in `results.json`."""
         from engine.inference import make_folder, predict_images
 
@@ -104,8 +112,11 @@ class Classification:
 def accuracy(predictions: Sequence[dict[str, Any]]) -> dict[str, float]:
     first = [prediction["labels"][0] == prediction["truth"] for prediction in predictions]
     among = [prediction["truth"] in prediction["labels"] for prediction in predictions]
-    return {"accuracy_top1": float(np.mean(first)), f"accuracy_top{TOP}": float(np.mean(among)),
-            "loss": float(np.mean([prediction["loss"] for prediction in predictions]))}
+    return {
+        "accuracy_top1": float(np.mean(first)),
+        f"accuracy_top{TOP}": float(np.mean(among)),
+        "loss": float(np.mean([prediction["loss"] for prediction in predictions])),
+    }
 
 
 def accuracy_table(metrics: dict[str, float], predictions: Sequence[dict[str, Any]], classes: Classes) -> str:
@@ -113,8 +124,12 @@ def accuracy_table(metrics: dict[str, float], predictions: Sequence[dict[str, An
     for prediction in predictions:
         by_class.setdefault(prediction["truth"], []).append(prediction["labels"][0] == prediction["truth"])
     cells = [f"{classes.things[label]} {np.mean(right):.3f}" for label, right in sorted(by_class.items())]
-    lines = ["", "".join(f"{name:>16}" for name in metrics), "".join(f"{value:16.3f}" for value in metrics.values()),
-             "accuracy_top1 by class: " + ", ".join(cells[:12]) + (", ..." if len(cells) > 12 else "")]
+    lines = [
+        "",
+        "".join(f"{name:>16}" for name in metrics),
+        "".join(f"{value:16.3f}" for value in metrics.values()),
+        "accuracy_top1 by class: " + ", ".join(cells[:12]) + (", ..." if len(cells) > 12 else ""),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -122,11 +137,14 @@ def result_entries(predictions: Sequence[dict[str, Any]], listing: Listing, clas
     """What is known of each image, by names; the truth where there is one."""
     entries = []
     for prediction in predictions:
-        entry: dict[str, Any] = dict(image_id=prediction["image_id"], file_name=Path(
-            listing.path(prediction["image_id"] - 1)).name)
+        entry: dict[str, Any] = dict(
+            image_id=prediction["image_id"], file_name=Path(listing.path(prediction["image_id"] - 1)).name
+        )
         if prediction["truth"] is not None:
             entry["truth"] = classes.things[prediction["truth"]]
-        entry["top"] = [dict(category=classes.things[label], score=score)
-                        for label, score in zip(prediction["labels"], prediction["scores"])]
+        entry["top"] = [
+            dict(category=classes.things[label], score=score)
+            for label, score in zip(prediction["labels"], prediction["scores"])
+        ]
         entries.append(entry)
     return entries

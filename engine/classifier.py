@@ -6,8 +6,9 @@ The timm model is called `backbone`, so that a checkpoint loads into a detector 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +26,13 @@ from mmengine.model import BaseDataPreprocessor  # noqa: E402
 
 TOP = 5
 # Arguments of create_model that are settled elsewhere, and where.
-_NOT_OPTIONS = {"num_classes": "the data", "pretrained": "detector.load_from", "checkpoint_path": "detector.load_from",
-                "features_only": "the task", "in_chans": "the images, which have three channels"}
+_NOT_OPTIONS = {
+    "num_classes": "the data",
+    "pretrained": "detector.load_from",
+    "checkpoint_path": "detector.load_from",
+    "features_only": "the task",
+    "in_chans": "the images, which have three channels",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +66,12 @@ class Classifier(nn.Module):
         self.data_preprocessor = StackImages()
         self.mix: Callable | None = None
         if settings.mixup or settings.cutmix:
-            self.mix = Mixup(mixup_alpha=settings.mixup, cutmix_alpha=settings.cutmix, num_classes=num_classes,
-                             label_smoothing=settings.label_smoothing)
+            self.mix = Mixup(
+                mixup_alpha=settings.mixup,
+                cutmix_alpha=settings.cutmix,
+                num_classes=num_classes,
+                label_smoothing=settings.label_smoothing,
+            )
         self.criterion = SoftTargetCrossEntropy() if self.mix else LabelSmoothingCrossEntropy(settings.label_smoothing)
 
     def init_weights(self) -> None:
@@ -97,9 +107,16 @@ class Classifier(nn.Module):
     def predict(self, images: torch.Tensor, samples: Sequence[LabelledSample]) -> list[ImagePrediction]:
         logs = self.backbone(images).float().log_softmax(-1)
         scores, labels = logs.topk(min(TOP, logs.shape[-1]))
-        return [ImagePrediction(img_id=sample.img_id, label=sample.label, labels=labels[row], scores=scores[row].exp(),
-                                loss=None if sample.label is None else -float(logs[row, sample.label]))
-                for row, sample in enumerate(samples)]
+        return [
+            ImagePrediction(
+                img_id=sample.img_id,
+                label=sample.label,
+                labels=labels[row],
+                scores=scores[row].exp(),
+                loss=None if sample.label is None else -float(logs[row, sample.label]),
+            )
+            for row, sample in enumerate(samples)
+        ]
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.backbone(images)
@@ -130,8 +147,10 @@ def build_classifier(config: DetectorConfig, classes: Classes, settings: Classif
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f'classifier "{config.config}" cannot be built with these options ({reason})') from error
     if config.zero_init and not hasattr(backbone, "init_weights"):
-        raise ConfigError(f'detector.zero_init: timm\'s "{name}" can be initialised in one piece only (it has no '
-                          "init_weights): set detector.zero_init to false")
+        raise ConfigError(
+            f'detector.zero_init: timm\'s "{name}" can be initialised in one piece only (it has no '
+            "init_weights): set detector.zero_init to false"
+        )
     _check_size(backbone, config.config, settings.image_size)
     model = Classifier(backbone, len(classes.things), settings)
     for prefix in config.frozen:
@@ -144,5 +163,7 @@ def _check_size(backbone: nn.Module, name: str, size: int) -> None:
     patches = getattr(backbone, "patch_embed", None)
     own = getattr(patches, "img_size", None)
     if own is not None and getattr(patches, "strict_img_size", False) and tuple(own) != (size, size):
-        raise ConfigError(f'classifier "{name}" is built for images of {own[0]}x{own[1]} pixels but '
-                          f'data.classification.image_size is {size}: set detector.options {{"img_size": {size}}}')
+        raise ConfigError(
+            f'classifier "{name}" is built for images of {own[0]}x{own[1]} pixels but '
+            f'data.classification.image_size is {size}: set detector.options {{"img_size": {size}}}'
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -52,17 +53,27 @@ class Detection:
     def as_numbers(self, output: Any, classes: Classes) -> dict[str, Any]:
         return objects_as_numbers(output, with_masks=self.masks)
 
-    def write_scores(self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *,
-                     table: bool) -> dict[str, float]:
-        return write_scores(folder, predictions, split.content, classes, masks=self.masks,
-                            backend=self.config.run.eval_backend, table=table)
+    def write_scores(
+        self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *, table: bool
+    ) -> dict[str, float]:
+        return write_scores(
+            folder,
+            predictions,
+            split.content,
+            classes,
+            masks=self.masks,
+            backend=self.config.run.eval_backend,
+            table=table,
+        )
 
-    def draw_predictions(self, path: Path, predictions: Sequence[dict[str, Any]], split: Split,
-                         classes: Classes) -> None:
-        draw_predictions(path, predictions, split.content, Path(split.files.images), classes,
-                         count=self.config.run.draw)
+    def draw_predictions(
+        self, path: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes
+    ) -> None:
+        draw_predictions(
+            path, predictions, split.content, Path(split.files.images), classes, count=self.config.run.draw
+        )
 
-    def infer(self, loaded: "Loaded", paths: Sequence[Path], out: Path, *, threshold: float) -> None:
+    def infer(self, loaded: Loaded, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """Draw the objects found on every image and write them as a COCO results file, with file names."""
         from engine.inference import drawn_paths, make_folder, predict_images
 
@@ -81,9 +92,15 @@ class Detection:
                 entries = coco_results(predictions, classes.category_ids, masks=self.masks)
                 boxes = coco_results(predictions, classes.category_ids, masks=False)
                 for entry, box in zip(entries, boxes):
-                    entry.update(bbox=box["bbox"], file_name=paths[entry["image_id"] - 1].name,
-                                 category=classes.things[classes.category_ids.index(entry["category_id"])])
+                    entry.update(
+                        bbox=box["bbox"],
+                        file_name=paths[entry["image_id"] - 1].name,
+                        category=classes.things[classes.category_ids.index(entry["category_id"])],
+                    )
                 write_json(out / "results.json", entries)
                 shown = int(np.sum([(p["scores"] >= threshold).sum() for p in predictions]))
-                print(f"{shown} objects with a score of at least {threshold:g} on {len(paths)} images; "
-                      f"drawn images and results.json in {out}", flush=True)
+                print(
+                    f"{shown} objects with a score of at least {threshold:g} on {len(paths)} images; "
+                    f"drawn images and results.json in {out}",
+                    flush=True,
+                )

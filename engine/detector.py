@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,18 +22,20 @@ def config_path(name: str) -> Path:
         import mmdet
 
         folder = Path(mmdet.__file__).parent / ".mim" / "configs"
-        path = folder / name[len("mmdet::"):]
+        path = folder / name[len("mmdet::") :]
         if path.is_file():
             return path
         known = [str(p.relative_to(folder)) for p in folder.glob("*/*.py")]
-        raise ConfigError(f'mmdet has no config "{name}"{nearest(name[len("mmdet::"):], known)}')
+        raise ConfigError(f'mmdet has no config "{name}"{nearest(name[len("mmdet::") :], known)}')
     if name in zoo_configs():
         return zoo_configs()[name]
     if Path(name).expanduser().is_file():
         return Path(name).expanduser()
     known = list(zoo_configs())
-    raise ConfigError(f'detector.config "{name}" is not a file, not in the zoo ({", ".join(known)}), and does not '
-                      f'begin with "mmdet::"{nearest(name, known)}')
+    raise ConfigError(
+        f'detector.config "{name}" is not a file, not in the zoo ({", ".join(known)}), and does not '
+        f'begin with "mmdet::"{nearest(name, known)}'
+    )
 
 
 def model_config(config: DetectorConfig, classes: Classes) -> Any:
@@ -108,8 +111,10 @@ def build_detector(config: DetectorConfig, classes: Classes, task: str) -> nn.Mo
     for name, module in model.named_modules():
         count = getattr(module, "num_classes", None)
         if name.endswith("bbox_head") and count is not None and count != len(classes.things):
-            raise ConfigError(f"{name} has {count} classes but the data has {len(classes.things)}: "
-                              "remove num_classes from detector.options")
+            raise ConfigError(
+                f"{name} has {count} classes but the data has {len(classes.things)}: "
+                "remove num_classes from detector.options"
+            )
     for prefix in config.frozen:
         freeze(model, prefix)
     return model
@@ -125,16 +130,23 @@ def check_task(model: nn.Module, name: str, task: str) -> None:
     panoptic = hasattr(model, "panoptic_fusion_head")
     semantic = hasattr(model, "semantic_head") and not panoptic
     if (task == "panoptic") != panoptic:
-        raise ConfigError(f'data.task is "panoptic" but detector "{name}" has no panoptic head' if task == "panoptic" else
-                          f'detector "{name}" has a panoptic head: set data.task to "panoptic"')
+        raise ConfigError(
+            f'data.task is "panoptic" but detector "{name}" has no panoptic head'
+            if task == "panoptic"
+            else f'detector "{name}" has a panoptic head: set data.task to "panoptic"'
+        )
     if (task == "semantic") != semantic:
-        raise ConfigError(f'data.task is "semantic" but detector "{name}" finds objects: use "semantic_fpn_r50" or the like'
-                          if task == "semantic" else
-                          f'detector "{name}" gives each pixel a class and finds no objects: set data.task to "semantic"')
+        raise ConfigError(
+            f'data.task is "semantic" but detector "{name}" finds objects: use "semantic_fpn_r50" or the like'
+            if task == "semantic"
+            else f'detector "{name}" gives each pixel a class and finds no objects: set data.task to "semantic"'
+        )
     with_mask = bool(getattr(model, "with_mask", False))
     if task == "detection" and with_mask:
-        raise ConfigError(f'detector "{name}" has a mask head: set data.task to "instance", '
-                          'or remove the head with detector.options {"roi_head.mask_head": null}')
+        raise ConfigError(
+            f'detector "{name}" has a mask head: set data.task to "instance", '
+            'or remove the head with detector.options {"roi_head.mask_head": null}'
+        )
     if task == "instance" and not with_mask:
         raise ConfigError(f'data.task is "instance" but detector "{name}" has no mask head: use "detection"')
 

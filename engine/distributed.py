@@ -13,8 +13,9 @@ import logging
 import os
 import re
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,9 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def init_distributed(*, init_method: str | None = None, rank: int = -1, world_size: int = -1,
-                     timeout_minutes: float = 30) -> None:
+def init_distributed(
+    *, init_method: str | None = None, rank: int = -1, world_size: int = -1, timeout_minutes: float = 30
+) -> None:
     """Form the process group through DeepSpeed, on whatever accelerator it finds."""
     global _control_group
     deepspeed = import_deepspeed()
@@ -72,8 +74,14 @@ def init_distributed(*, init_method: str | None = None, rank: int = -1, world_si
 
     compile_nothing()
     timeout = timedelta(minutes=timeout_minutes)
-    deepspeed.init_distributed(init_method=init_method, rank=rank, world_size=world_size, timeout=timeout,
-                               auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(local_rank())
     _control_group = dist.new_group(backend="gloo", timeout=timeout)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +22,24 @@ _SUFFIXES = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")  # mmdet's na
 
 
 @torch.no_grad()
-def predict(model: nn.Module, preprocess: Preprocessor, precision: Precision, dataset: Any, *, batch: int,
-            workers: int, as_numbers: Callable[[Any], dict[str, Any]], live: bool) -> list[dict[str, Any]]:
+def predict(
+    model: nn.Module,
+    preprocess: Preprocessor,
+    precision: Precision,
+    dataset: Any,
+    *,
+    batch: int,
+    workers: int,
+    as_numbers: Callable[[Any], dict[str, Any]],
+    live: bool,
+) -> list[dict[str, Any]]:
     """This rank's share of the predictions: what `as_numbers` makes of the model's output for each image."""
-    loader = evaluation_loader(dataset, rank=distributed.rank(), world=distributed.world_size(), batch=batch,
-                               workers=workers)
-    line = LiveLine(total=len(loader), label="evaluate", interval=max(1, len(loader) // 5),
-                    enabled=live and distributed.rank() == 0)
+    loader = evaluation_loader(
+        dataset, rank=distributed.rank(), world=distributed.world_size(), batch=batch, workers=workers
+    )
+    line = LiveLine(
+        total=len(loader), label="evaluate", interval=max(1, len(loader) // 5), enabled=live and distributed.rank() == 0
+    )
     device = distributed.device()
     was_training = model.training
     model.eval()
@@ -47,8 +59,12 @@ def predict(model: nn.Module, preprocess: Preprocessor, precision: Precision, da
 def objects_as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
     """An image's id and its objects: boxes (xyxy), scores, labels and RLEs."""
     found = sample.pred_instances
-    result = dict(image_id=sample.img_id, boxes=found.bboxes.float().cpu().numpy(),
-                  scores=found.scores.float().cpu().numpy(), labels=found.labels.cpu().numpy())
+    result = dict(
+        image_id=sample.img_id,
+        boxes=found.bboxes.float().cpu().numpy(),
+        scores=found.scores.float().cpu().numpy(),
+        labels=found.labels.cpu().numpy(),
+    )
     if with_masks:
         from pycocotools import mask as coco_mask
 
@@ -65,8 +81,10 @@ def gather_predictions(mine: list[dict[str, Any]], expected: int) -> list[dict[s
     everything = sorted((p for share in shares for p in share), key=lambda p: p["image_id"])
     ids = {p["image_id"] for p in everything}
     if len(everything) != expected or len(ids) != expected:
-        raise UserError(f"evaluation scored {len(everything)} predictions of {len(ids)} images, expected {expected} of "
-                        f"{expected}: are image ids repeated in the annotation file?")
+        raise UserError(
+            f"evaluation scored {len(everything)} predictions of {len(ids)} images, expected {expected} of "
+            f"{expected}: are image ids repeated in the annotation file?"
+        )
     return everything
 
 
@@ -74,10 +92,16 @@ def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[i
     """Predictions as COCO's results format has them: x, y, w, h and the file's own category ids."""
     results = []
     for prediction in predictions:
-        for index, (box, score, label) in enumerate(zip(prediction["boxes"], prediction["scores"], prediction["labels"])):
+        for index, (box, score, label) in enumerate(
+            zip(prediction["boxes"], prediction["scores"], prediction["labels"])
+        ):
             x1, y1, x2, y2 = (float(v) for v in box)
-            entry: dict[str, Any] = dict(image_id=prediction["image_id"], category_id=category_ids[label],
-                                         score=float(score), bbox=[x1, y1, x2 - x1, y2 - y1])
+            entry: dict[str, Any] = dict(
+                image_id=prediction["image_id"],
+                category_id=category_ids[label],
+                score=float(score),
+                bbox=[x1, y1, x2 - x1, y2 - y1],
+            )
             if masks:
                 rle = prediction["masks"][index]
                 entry.pop("bbox")
@@ -86,13 +110,18 @@ def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[i
     return results
 
 
-def score(content: dict[str, Any], results: dict[str, list[dict]], classes: Classes, category_ids: Sequence[int],
-          backend: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def score(
+    content: dict[str, Any], results: dict[str, list[dict]], classes: Classes, category_ids: Sequence[int], backend: str
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Flat metrics under mmdet's names, and AP and AP50 per class for the table. `results` by kind: bbox, segm."""
     COCO, COCOeval = coco_backend(backend)
-    truth = dict(content, annotations=[
-        {"id": number, "iscrowd": 0, **annotation, "area": annotation.get("area", _box_area(annotation))}
-        for number, annotation in enumerate(content["annotations"], 1)])
+    truth = dict(
+        content,
+        annotations=[
+            {"id": number, "iscrowd": 0, **annotation, "area": annotation.get("area", _box_area(annotation))}
+            for number, annotation in enumerate(content["annotations"], 1)
+        ],
+    )
     metrics: dict[str, float] = {}
     per_class: dict[str, dict[str, float]] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # both backends print as they go
@@ -134,8 +163,10 @@ def coco_backend(name: str) -> tuple[Any, Any]:
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError:
-        raise UserError("run.eval_backend is faster-coco-eval, which is not installed: "
-                        "pip install faster-coco-eval, or use pycocotools") from None
+        raise UserError(
+            "run.eval_backend is faster-coco-eval, which is not installed: "
+            "pip install faster-coco-eval, or use pycocotools"
+        ) from None
     return COCO, COCOeval_faster
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 
@@ -30,8 +31,11 @@ def export_universal(source: str, out: Path) -> None:
     line = LiveLine(total=total, label="universal", interval=total)
     write_universal(checkpoint, out, line.advance)
     line.close()
-    print(f"written {out}: {len(checkpoint.parameters)} parameters with {', '.join(('fp32', *checkpoint.states))}, "
-          f"step {checkpoint.step}", flush=True)
+    print(
+        f"written {out}: {len(checkpoint.parameters)} parameters with {', '.join(('fp32', *checkpoint.states))}, "
+        f"step {checkpoint.step}",
+        flush=True,
+    )
 
 
 def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "float32") -> list[Path]:
@@ -102,9 +106,16 @@ def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, A
     classes = Classes.from_meta(dataset_meta)
     model = model_config(config.detector, classes)
     content: dict[str, Any] = {
-        "default_scope": "mmdet", "model": model,
-        "test_dataloader": {"dataset": {"type": "CocoDataset", "metainfo": {"classes": tuple(classes.all)},
-                                        "pipeline": test_pipeline(config.data)}}}
+        "default_scope": "mmdet",
+        "model": model,
+        "test_dataloader": {
+            "dataset": {
+                "type": "CocoDataset",
+                "metainfo": {"classes": tuple(classes.all)},
+                "pipeline": test_pipeline(config.data),
+            }
+        },
+    }
     if _uses_ours(model):
         content["custom_imports"] = {"imports": ["models.registry"], "allow_failed_imports": False}
     Config(content).dump(str(path))
@@ -117,5 +128,9 @@ def _uses_ours(node: Any) -> bool:
     if isinstance(node, dict):
         kind = node.get("type")
         found = MODELS.get(kind) if isinstance(kind, str) else kind
-        return getattr(found, "__module__", "").startswith("models.") or any(_uses_ours(value) for value in node.values())
-    return any(_uses_ours(value) for value in node) if isinstance(node, Sequence) and not isinstance(node, str) else False
+        return getattr(found, "__module__", "").startswith("models.") or any(
+            _uses_ours(value) for value in node.values()
+        )
+    return (
+        any(_uses_ours(value) for value in node) if isinstance(node, Sequence) and not isinstance(node, str) else False
+    )

@@ -24,7 +24,7 @@ class Precision:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, deepspeed_config: dict[str, Any]) -> "Precision":
+    def of(cls, deepspeed_config: dict[str, Any]) -> Precision:
         if deepspeed_config.get("bf16", deepspeed_config.get("bfloat16", {})).get("enabled"):
             return cls(dtype=torch.bfloat16)
         if deepspeed_config.get("fp16", {}).get("enabled"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -60,8 +61,9 @@ def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[
         raise WeightsError(f"{report}: it is not a checkpoint of this detector")
     device = distributed.device()
     model = model.to(device).eval()
-    return Loaded(model=model, preprocess=Preprocessor(model, device, Precision()), config=config, task=task,
-                  classes=classes)
+    return Loaded(
+        model=model, preprocess=Preprocessor(model, device, Precision()), config=config, task=task, classes=classes
+    )
 
 
 def output_folder(checkpoint: str) -> Path:
@@ -104,14 +106,26 @@ def with_views(loaded: Loaded, split: Split, texts: Sequence[str]) -> Loaded:
         raise ConfigError(f'--tta merges boxes, but data.task is "{data.task}"')
     show_views(split, parse_scales(texts, data.scale))
     config = loaded.config.model_copy(update={"data": data.model_copy(update={"task": "detection"})})
-    return replace(loaded, model=MergedViews(loaded.model, config), task=task_of(config),
-                   preprocess=ViewPreprocessor(loaded.preprocess))
+    return replace(
+        loaded,
+        model=MergedViews(loaded.model, config),
+        task=task_of(config),
+        preprocess=ViewPreprocessor(loaded.preprocess),
+    )
 
 
 def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[dict[str, Any]]:
     """This rank's share of the predictions."""
-    return predict(loaded.model, loaded.preprocess, loaded.precision, dataset, batch=loaded.config.run.eval_batch_size,
-                   workers=workers, as_numbers=partial(loaded.task.as_numbers, classes=loaded.classes), live=True)
+    return predict(
+        loaded.model,
+        loaded.preprocess,
+        loaded.precision,
+        dataset,
+        batch=loaded.config.run.eval_batch_size,
+        workers=workers,
+        as_numbers=partial(loaded.task.as_numbers, classes=loaded.classes),
+        live=True,
+    )
 
 
 def find_images(source: str) -> list[Path]:
@@ -124,16 +138,19 @@ def find_images(source: str) -> list[Path]:
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).suffix.lower() in IMAGE_SUFFIXES]
     if not found:
-        raise DataError(f"{source} is no image, no folder with images and no pattern that finds one "
-                        f"({', '.join(IMAGE_SUFFIXES)})")
+        raise DataError(
+            f"{source} is no image, no folder with images and no pattern that finds one ({', '.join(IMAGE_SUFFIXES)})"
+        )
     return sorted(found)
 
 
 def drawn_paths(paths: Sequence[Path], out: Path) -> list[Path]:
     """Where each image is drawn: its own name, with a number before it where two images share one."""
     stems = Counter(path.stem for path in paths)
-    drawn = [out / f"{path.stem if stems[path.stem] == 1 else f'{number:04d}-{path.stem}'}.png"
-             for number, path in enumerate(paths, 1)]
+    drawn = [
+        out / f"{path.stem if stems[path.stem] == 1 else f'{number:04d}-{path.stem}'}.png"
+        for number, path in enumerate(paths, 1)
+    ]
     sources = {path.resolve() for path in paths}
     for path in drawn:
         if path.resolve() in sources:

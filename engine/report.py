@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -20,12 +21,20 @@ if TYPE_CHECKING:
 SCORE_SHOWN = 0.3
 
 
-def evaluate_and_report(run: "Run", model: nn.Module, step: int, *, last: bool) -> dict[str, float]:
+def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) -> dict[str, float]:
     """Score the validation split, record it, and after the last step write results and pictures."""
     config = run.config
     with distributed.together():
-        mine = predict(model, run.preprocess, run.precision, run.val.dataset, batch=config.run.eval_batch_size,
-                       workers=config.data.workers, as_numbers=partial(run.task.as_numbers, classes=run.classes), live=True)
+        mine = predict(
+            model,
+            run.preprocess,
+            run.precision,
+            run.val.dataset,
+            batch=config.run.eval_batch_size,
+            workers=config.data.workers,
+            as_numbers=partial(run.task.as_numbers, classes=run.classes),
+            live=True,
+        )
     metrics: dict[str, float] = {}
     with distributed.together():
         predictions = gather_predictions(mine, len(run.val.dataset))
@@ -39,7 +48,7 @@ def evaluate_and_report(run: "Run", model: nn.Module, step: int, *, last: bool) 
     return distributed.broadcast_object(metrics)
 
 
-def _write_evaluation(run: "Run", predictions: Sequence[dict[str, Any]], step: int, *, last: bool) -> dict[str, float]:
+def _write_evaluation(run: Run, predictions: Sequence[dict[str, Any]], step: int, *, last: bool) -> dict[str, float]:
     metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last)
     records = RecordFile(run.work_dir / "evaluations.jsonl")
     records.write({"step": step, **metrics})
@@ -51,8 +60,16 @@ def _write_evaluation(run: "Run", predictions: Sequence[dict[str, Any]], step: i
     return metrics
 
 
-def write_scores(folder: Path, predictions: Sequence[dict[str, Any]], content: dict[str, Any], classes: Any, *,
-                 masks: bool, backend: str, table: bool) -> dict[str, float]:
+def write_scores(
+    folder: Path,
+    predictions: Sequence[dict[str, Any]],
+    content: dict[str, Any],
+    classes: Any,
+    *,
+    masks: bool,
+    backend: str,
+    table: bool,
+) -> dict[str, float]:
     """`eval.json` and `results.*.json` in a folder, and the table on the screen."""
     ids = category_ids_for(classes, content)
     results = {"bbox": coco_results(predictions, ids, masks=False)}
@@ -84,8 +101,15 @@ def _number(value: float) -> str:
     return f"{value:.3f}" if value >= 0 else "-"  # COCOeval answers -1 where nothing of that size exists
 
 
-def draw_predictions(path: Path, predictions: Sequence[dict[str, Any]], content: dict[str, Any], folder: Path,
-                     classes: Any, *, count: int) -> None:
+def draw_predictions(
+    path: Path,
+    predictions: Sequence[dict[str, Any]],
+    content: dict[str, Any],
+    folder: Path,
+    classes: Any,
+    *,
+    count: int,
+) -> None:
     """Ground truth and prediction of the first images that have objects."""
     files = {image["id"]: image for image in content["images"]}
     labels = {category: label for label, category in enumerate(category_ids_for(classes, content))}
@@ -95,23 +119,33 @@ def draw_predictions(path: Path, predictions: Sequence[dict[str, Any]], content:
         if known and not annotation.get("iscrowd") and "bbox" in annotation:
             x, y, w, h = annotation["bbox"]
             shape = files[annotation["image_id"]]
-            truth.setdefault(annotation["image_id"], []).append(dict(
-                bbox=(x, y, x + w, y + h), label=labels[annotation["category_id"]],
-                mask=_decode(annotation.get("segmentation"), shape) if "masks" in predictions[0] else None))
+            truth.setdefault(annotation["image_id"], []).append(
+                dict(
+                    bbox=(x, y, x + w, y + h),
+                    label=labels[annotation["category_id"]],
+                    mask=_decode(annotation.get("segmentation"), shape) if "masks" in predictions[0] else None,
+                )
+            )
     rows = []
     for prediction in predictions:
         if prediction["image_id"] in truth and len(rows) < count:
             image = read_image(folder / files[prediction["image_id"]]["file_name"])
-            rows.append((draw_objects(image, truth[prediction["image_id"]], classes.things),
-                         draw_objects(image, shown_objects(prediction), classes.things)))
+            rows.append(
+                (
+                    draw_objects(image, truth[prediction["image_id"]], classes.things),
+                    draw_objects(image, shown_objects(prediction), classes.things),
+                )
+            )
     if rows:
         side_by_side(rows, path)
 
 
 def shown_objects(prediction: dict[str, Any], threshold: float = SCORE_SHOWN) -> list[dict[str, Any]]:
     """The objects of a prediction worth drawing, the surest on top."""
-    objects = [dict(bbox=box, score=float(score), label=int(label)) for box, score, label
-               in zip(prediction["boxes"], prediction["scores"], prediction["labels"])]
+    objects = [
+        dict(bbox=box, score=float(score), label=int(label))
+        for box, score, label in zip(prediction["boxes"], prediction["scores"], prediction["labels"])
+    ]
     if "masks" in prediction:
         from pycocotools import mask as coco_mask
 
@@ -138,6 +172,9 @@ def finish_report(work_dir: Path) -> None:
         draw_curves(work_dir)
     except OSError as error:
         print(f"curves.png cannot be written: {error.strerror}", flush=True)
-    shown = [name for name in ("eval.json", "curves.png", "predictions.png", "metrics.jsonl", "checkpoints")
-             if (work_dir / name).exists()]
+    shown = [
+        name
+        for name in ("eval.json", "curves.png", "predictions.png", "metrics.jsonl", "checkpoints")
+        if (work_dir / name).exists()
+    ]
     print(f"written to {work_dir}: {', '.join(shown)}", flush=True)

@@ -7,8 +7,9 @@ kept, compressed, of the images that are drawn.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -50,12 +51,14 @@ class _MapTask:
         if truth is not None:
             prediction["rows"] = self.score_image(truth, found)
         if truth is None or output.shown:
-            prediction.update(found=self.pack(found), truth=None if truth is None else self.pack(truth),
-                              path=output.img_path)
+            prediction.update(
+                found=self.pack(found), truth=None if truth is None else self.pack(truth), path=output.img_path
+            )
         return prediction
 
-    def write_scores(self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *,
-                     table: bool) -> dict[str, float]:
+    def write_scores(
+        self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *, table: bool
+    ) -> dict[str, float]:
         metrics, by_class = self.score([prediction["rows"] for prediction in predictions], classes)
         write_json(folder / "results.classes.json", by_class, indent=2)
         write_json(folder / "eval.json", metrics, indent=2)
@@ -63,11 +66,17 @@ class _MapTask:
             print(score_table(metrics, by_class), flush=True)
         return metrics
 
-    def draw_predictions(self, path: Path, predictions: Sequence[dict[str, Any]], split: Split,
-                         classes: Classes) -> None:
-        rows = [(self.draw(prediction["path"], prediction["truth"], classes),
-                 self.draw(prediction["path"], prediction["found"], classes))
-                for prediction in predictions if "found" in prediction]
+    def draw_predictions(
+        self, path: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes
+    ) -> None:
+        rows = [
+            (
+                self.draw(prediction["path"], prediction["truth"], classes),
+                self.draw(prediction["path"], prediction["found"], classes),
+            )
+            for prediction in predictions
+            if "found" in prediction
+        ]
         if rows:
             side_by_side(rows, path)
 
@@ -75,7 +84,7 @@ class _MapTask:
         regions, labels = self.regions(self.unpack(packed))
         return draw_regions(read_image(image), regions, labels, classes.all)
 
-    def infer(self, loaded: "Loaded", paths: Sequence[Path], out: Path, *, threshold: float) -> None:
+    def infer(self, loaded: Loaded, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """Draw the map of every image, and write it as a PNG with the data set's own numbers.
 
         `threshold` is not for maps: which objects enter one is the detector's own `test_cfg`.
@@ -94,16 +103,24 @@ class _MapTask:
                 picture, segments = self.result(self.unpack(prediction["found"]), classes)
                 save_image(out / task / name, picture)
                 save_image(drawn_to[place], self.draw(paths[place], prediction["found"], classes))
-                entries.append(dict(image_id=prediction["image_id"], image=paths[place].name, file_name=name,
-                                    segments_info=segments))
+                entries.append(
+                    dict(
+                        image_id=prediction["image_id"], image=paths[place].name, file_name=name, segments_info=segments
+                    )
+                )
         with distributed.together():
             everything = gather_predictions(entries, len(paths))
             if everything is not None:
-                categories = [dict(id=category, name=name, isthing=int(label < len(classes.things)))
-                              for label, (category, name) in enumerate(zip(classes.category_ids, classes.all))]
+                categories = [
+                    dict(id=category, name=name, isthing=int(label < len(classes.things)))
+                    for label, (category, name) in enumerate(zip(classes.category_ids, classes.all))
+                ]
                 write_json(out / f"{task}.json", dict(annotations=everything, categories=categories))
-                print(f"maps of {len(paths)} images in {out / task}, what they show in {out / f'{task}.json'}; drawn images "
-                      f"in {out}", flush=True)
+                print(
+                    f"maps of {len(paths)} images in {out / task}, what they show in {out / f'{task}.json'}; drawn images "
+                    f"in {out}",
+                    flush=True,
+                )
 
 
 class Panoptic(_MapTask):
@@ -136,8 +153,10 @@ class Panoptic(_MapTask):
 
     def score(self, images: Sequence[dict[int, Any]], classes: Classes) -> tuple[dict[str, float], dict[str, Any]]:
         table = panoptic_quality.add_up(images, len(classes.all))
-        return (panoptic_quality.quality_metrics(table, len(classes.things)),
-                panoptic_quality.quality_by_class(table, classes.all))
+        return (
+            panoptic_quality.quality_metrics(table, len(classes.things)),
+            panoptic_quality.quality_by_class(table, classes.all),
+        )
 
     def pack(self, found: PanopticMap) -> Any:
         return pack(found.pixels.astype(np.uint16)), found.labels, found.crowd
@@ -156,8 +175,15 @@ class Panoptic(_MapTask):
         segments = []
         for number, label in enumerate(found.labels.tolist(), 1):
             mask = (found.pixels == number).astype(np.uint8)
-            segments.append(dict(id=number, category_id=classes.category_ids[label], category=classes.all[label],
-                                 area=int(mask.sum()), bbox=list(cv2.boundingRect(mask))))
+            segments.append(
+                dict(
+                    id=number,
+                    category_id=classes.category_ids[label],
+                    category=classes.all[label],
+                    area=int(mask.sum()),
+                    bbox=list(cv2.boundingRect(mask)),
+                )
+            )
         return encode_png(found.pixels), segments
 
 
@@ -205,8 +231,11 @@ class Semantic(_MapTask):
     def result(self, found: np.ndarray, classes: Classes) -> tuple[np.ndarray, list[dict[str, Any]]]:
         """The PNG with the numbers of the classes, and how much each covers."""
         numbers = np.array(classes.category_ids, np.uint8)[found]
-        segments = [dict(category_id=classes.category_ids[label], category=classes.things[label], area=int(area))
-                    for label, area in enumerate(np.bincount(found.ravel())) if area]
+        segments = [
+            dict(category_id=classes.category_ids[label], category=classes.things[label], area=int(area))
+            for label, area in enumerate(np.bincount(found.ravel()))
+            if area
+        ]
         return numbers, segments
 
 
@@ -227,7 +256,7 @@ def score_table(metrics: dict[str, float], by_class: dict[str, dict[str, float]]
     names = list(metrics)
     lines = [""]
     for start in range(0, len(names), 3):  # PQ, SQ, RQ of all, things and stuff; or mIoU, mAcc, aAcc
-        part = names[start:start + 3]
+        part = names[start : start + 3]
         lines += ["".join(f"{name:>9}" for name in part), "".join(f"{number(metrics[name]):>9}" for name in part)]
     first = names[0].removeprefix("m")
     cells = [f"{name} {number(values[first])}" for name, values in by_class.items()]

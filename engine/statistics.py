@@ -9,10 +9,13 @@ from engine import distributed
 
 
 def _running(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"{prefix}.{name}": buffer for prefix, module in model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            for name, buffer in (("running_mean", module.running_mean), ("running_var", module.running_var))
-            if buffer is not None}
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, buffer in (("running_mean", module.running_mean), ("running_var", module.running_var))
+        if buffer is not None
+    }
 
 
 @torch.no_grad()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -38,15 +39,17 @@ class Task(Protocol):
     def as_numbers(self, output: Any, classes: Classes) -> dict[str, Any]:
         """The model's output for one image as a prediction: what ranks gather, so not a map where a score does."""
 
-    def write_scores(self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *,
-                     table: bool) -> dict[str, float]:
+    def write_scores(
+        self, folder: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes, *, table: bool
+    ) -> dict[str, float]:
         """`eval.json` and results in a folder, and a table on the screen."""
 
-    def draw_predictions(self, path: Path, predictions: Sequence[dict[str, Any]], split: Split,
-                         classes: Classes) -> None:
+    def draw_predictions(
+        self, path: Path, predictions: Sequence[dict[str, Any]], split: Split, classes: Classes
+    ) -> None:
         """A picture of `run.draw` predictions beside the truth."""
 
-    def infer(self, loaded: "Loaded", paths: Sequence[Path], out: Path, *, threshold: float) -> None:
+    def infer(self, loaded: Loaded, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """Predict on images of which nothing is known and write what was found."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -53,8 +54,9 @@ def run_schedule(run: Run) -> dict[str, float]:
     config, steps = run.config, run.schedule.steps
     with distributed.together():
         records = RecordFile(run.work_dir / "metrics.jsonl") if distributed.rank() == 0 else None
-    line = LiveLine(total=steps, label="train", interval=config.run.log_interval, start=run.start,
-                    enabled=distributed.rank() == 0)
+    line = LiveLine(
+        total=steps, label="train", interval=config.run.log_interval, start=run.start, enabled=distributed.rank() == 0
+    )
     batches = MicroBatches(run)
     nonfinite = 0
     metrics = after_step(run, run.start, resumed=True) if run.start else {}
@@ -133,7 +135,9 @@ def write_record(run: Run, records: RecordFile, record: dict[str, Any]) -> None:
         write_events(run.engine, record)
     except RecordError as error:
         if run.lost_record is None:
-            say(f"{error}{'; training goes on (run.on_save_error)' if run.config.run.on_save_error == 'continue' else ''}")
+            say(
+                f"{error}{'; training goes on (run.on_save_error)' if run.config.run.on_save_error == 'continue' else ''}"
+            )
         run.lost_record = str(error)
 
 
@@ -158,17 +162,24 @@ def save(run: Run, done: int) -> bool:
 def leave_early(run: Run, done: int) -> None:
     """Save, and stop the run on all ranks."""
     if run.config.run.checkpoint_interval == 0:
-        raise Preempted(f"stopped by a signal after step {done}; nothing saved (run.checkpoint_interval is 0)", saved=False)
+        raise Preempted(
+            f"stopped by a signal after step {done}; nothing saved (run.checkpoint_interval is 0)", saved=False
+        )
     save_checkpoint(run, done)
-    raise Preempted(f"stopped by a signal after step {done}, saved in {checkpoints_of(run.work_dir)}: go on with --resume",
-                    saved=True)
+    raise Preempted(
+        f"stopped by a signal after step {done}, saved in {checkpoints_of(run.work_dir)}: go on with --resume",
+        saved=True,
+    )
 
 
 def best(run: Run) -> int | None:
     """The step of the best evaluation on record."""
     with distributed.together():
-        step = best_step(read_records(run.work_dir / "evaluations.jsonl"), run.config.run.keep_best) \
-            if distributed.rank() == 0 else None
+        step = (
+            best_step(read_records(run.work_dir / "evaluations.jsonl"), run.config.run.keep_best)
+            if distributed.rank() == 0
+            else None
+        )
     return distributed.broadcast_object(step)
 
 
@@ -182,9 +193,12 @@ class MicroBatches:
     """This rank's micro-batches, one fetched ahead so that a broken image is known to all ranks before its turn."""
 
     def __init__(self, run: Run) -> None:
-        order = RankMicroBatches(run.batches, run.plan, rank=distributed.rank(), start=run.start, stop=run.schedule.steps)
+        order = RankMicroBatches(
+            run.batches, run.plan, rank=distributed.rank(), start=run.start, stop=run.schedule.steps
+        )
         self._iterator: Iterator[Any] = iter(
-            training_loader(run.train.dataset, run.config.run.seed, order, workers=run.config.data.workers))
+            training_loader(run.train.dataset, run.config.run.seed, order, workers=run.config.data.workers)
+        )
         self._next = next(self._iterator, None)  # none where a finished run is resumed
         with distributed.together():
             if self.next_failed:
@@ -206,21 +220,34 @@ class MicroBatches:
                     raise DataError(self._next.reason)
 
 
-def step_record(run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *,
-                seconds: float) -> tuple[dict[str, Any], bool, bool]:
+def step_record(
+    run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *, seconds: float
+) -> tuple[dict[str, Any], bool, bool]:
     """The record of one optimizer step, losses being means over the micro-batches of all ranks; whether any rank has had
     a signal to stop; and whether rank 0 could not write the record before."""
     if run.loss_names is None:  # once: ranks that later lack a part, or have one more, still sum vectors of one length
         run.loss_names = sorted({name for names in distributed.all_gather_objects(sorted(losses[0])) for name in names})
     names = run.loss_names
-    mean = torch.tensor([*(sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names),
-                         float(preemption.stop_asked()), float(run.lost_record is not None)], dtype=torch.float64)
+    mean = torch.tensor(
+        [
+            *(sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names),
+            float(preemption.stop_asked()),
+            float(run.lost_record is not None),
+        ],
+        dtype=torch.float64,
+    )
     *mean, stop, lost = (distributed.sum_over_ranks(mean) / run.plan.world).tolist()
     norm = run.engine.get_global_grad_norm()
     record: dict[str, Any] = {
-        "step": step + 1, "epoch": (step + 1) / run.schedule.steps_per_epoch, **dict(zip(names, mean)),
-        "lr": run.config.optimizer.params["lr"] * lr_factor, "grad_norm": float(norm) if norm is not None else None,
-        "images_per_second": run.plan.total / seconds, "seconds": seconds, "memory_gb": memory_gb()}
+        "step": step + 1,
+        "epoch": (step + 1) / run.schedule.steps_per_epoch,
+        **dict(zip(names, mean)),
+        "lr": run.config.optimizer.params["lr"] * lr_factor,
+        "grad_norm": float(norm) if norm is not None else None,
+        "images_per_second": run.plan.total / seconds,
+        "seconds": seconds,
+        "memory_gb": memory_gb(),
+    }
     if run.precision.dtype == torch.float16:
         record["loss_scale"] = float(run.engine.optimizer.loss_scale)
     modulator = getattr(run.optimizer, "modulator", None)
@@ -247,8 +274,10 @@ def stop_on_nonfinite(count: int, losses: dict[str, float], batch: dict[str, Any
     broken = not all(value == value and abs(value) != float("inf") for value in losses.values())
     with distributed.together():
         if broken:
-            raise Diverged(f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
-                           f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping")
+            raise Diverged(
+                f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
+                f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
+            )
 
 
 def due(run: Run, interval: float | None, done: int, *, last: bool) -> bool:
@@ -259,5 +288,3 @@ def due(run: Run, interval: float | None, done: int, *, last: bool) -> bool:
         return last
     every = max(1, round(interval * run.schedule.steps_per_epoch))
     return done % every == 0
-
-

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -32,12 +33,19 @@ def show_views(split: Split, scales: Sequence[tuple[int, int]]) -> None:
     """Let the split's data set give every image in all views: each scale as it is and mirrored."""
     from mmengine.dataset import Compose
 
-    split.dataset.pipeline = Compose([
-        dict(type="LoadImageFromFile", backend_args=None),
-        dict(type="TestTimeAug", transforms=[
-            [dict(type="Resize", scale=scale, keep_ratio=True) for scale in scales],
-            [dict(type="RandomFlip", prob=0.0), dict(type="RandomFlip", prob=1.0)],
-            [dict(type="PackDetInputs", meta_keys=_META)]])])
+    split.dataset.pipeline = Compose(
+        [
+            dict(type="LoadImageFromFile", backend_args=None),
+            dict(
+                type="TestTimeAug",
+                transforms=[
+                    [dict(type="Resize", scale=scale, keep_ratio=True) for scale in scales],
+                    [dict(type="RandomFlip", prob=0.0), dict(type="RandomFlip", prob=1.0)],
+                    [dict(type="PackDetInputs", meta_keys=_META)],
+                ],
+            ),
+        ]
+    )
 
 
 class ViewPreprocessor:
@@ -48,8 +56,10 @@ class ViewPreprocessor:
 
     def __call__(self, batch: dict[str, Any], *, training: bool) -> tuple[list[Any], None]:
         count = len(batch["inputs"][0])
-        return [self.preprocess({key: [views[k] for views in values] for key, values in batch.items()},
-                                training=training) for k in range(count)], None
+        return [
+            self.preprocess({key: [views[k] for views in values] for key, values in batch.items()}, training=training)
+            for k in range(count)
+        ], None
 
 
 class MergedViews(nn.Module):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from torch import nn
 from engine import distributed
 from engine.config.errors import UserError
 from engine.zero.scalars import file_shape
-
 
 META_KEY = "gigadet"  # where a .safetensors file carries `meta`, as JSON
 
@@ -34,8 +34,10 @@ class LoadReport(NamedTuple):
         def some(names: list[str]) -> str:
             return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
 
-        text = f"{self.path}: {len(self.matched)} tensors matched, {len(self.missing)} of the model not in the file" \
-               f"{some(self.missing)}, {len(self.unexpected)} of the file not in the model{some(self.unexpected)}"
+        text = (
+            f"{self.path}: {len(self.matched)} tensors matched, {len(self.missing)} of the model not in the file"
+            f"{some(self.missing)}, {len(self.unexpected)} of the file not in the model{some(self.unexpected)}"
+        )
         if self.dropped:
             text += f", {len(self.dropped)} of another shape left out{some(self.dropped)}"
         return text
@@ -48,7 +50,7 @@ class Stored(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-def whole(value: "torch.Tensor | Stored") -> torch.Tensor:
+def whole(value: torch.Tensor | Stored) -> torch.Tensor:
     return value.read() if isinstance(value, Stored) else value
 
 
@@ -61,7 +63,9 @@ def read_weights(path: str | Path, *, ema: bool = False) -> tuple[Mapping[str, A
         return read_checkpoint(path, ema=ema)
     tensors, meta = read_file(path)
     if ema and not meta.get("ema"):
-        raise WeightsError(f"weight file {path} does not hold averaged weights: export them with --ema from a checkpoint")
+        raise WeightsError(
+            f"weight file {path} does not hold averaged weights: export them with --ema from a checkpoint"
+        )
     return tensors, meta
 
 
@@ -75,23 +79,32 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
             from safetensors import safe_open
 
             with safe_open(str(path), framework="pt") as file:
-                content: Any = {"state_dict": {name: file.get_tensor(name) for name in file.keys()},
-                                "meta": json.loads((file.metadata() or {}).get(META_KEY, "{}"))}
+                content: Any = {
+                    "state_dict": {name: file.get_tensor(name) for name in file.keys()},
+                    "meta": json.loads((file.metadata() or {}).get(META_KEY, "{}")),
+                }
         else:
             # Files from before torch 1.6 are no zip archives, and only those can be mapped into memory.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # every reader has its own errors; what matters is the file and the reason
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeightsError(f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {reason})") from None
+        raise WeightsError(
+            f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {reason})"
+        ) from None
     meta = content.get("meta", {}) if isinstance(content, Mapping) else {}
     for key in ("state_dict", "model", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)} \
-        if isinstance(content, Mapping) else {}
+    tensors = (
+        {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
+        if isinstance(content, Mapping)
+        else {}
+    )
     if not tensors:
         raise WeightsError(f"weight file {path} holds no named tensors")
-    return {key.removeprefix("module."): value for key, value in tensors.items()}, meta if isinstance(meta, dict) else {}
+    return {key.removeprefix("module."): value for key, value in tensors.items()}, meta if isinstance(
+        meta, dict
+    ) else {}
 
 
 def _as_named_here(tensors: Mapping[str, Any], model_names: set[str]) -> Mapping[str, Any]:
@@ -102,9 +115,16 @@ def _as_named_here(tensors: Mapping[str, Any], model_names: set[str]) -> Mapping
     """
     bare = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     flat = {re.sub(r"^(\w+)\.(\d+)\.", r"\1_\2.", name): value for name, value in bare.items()}
-    candidates = [{prefix + name: value for name, value in named.items()}
-                  for prefix, named in (("", tensors), ("backbone.", tensors), ("backbone.body.", bare),
-                                        ("backbone.body.", flat), ("backbone.body.model.", bare))]
+    candidates = [
+        {prefix + name: value for name, value in named.items()}
+        for prefix, named in (
+            ("", tensors),
+            ("backbone.", tensors),
+            ("backbone.body.", bare),
+            ("backbone.body.", flat),
+            ("backbone.body.model.", bare),
+        )
+    ]
     return max(candidates, key=lambda named: len(named.keys() & model_names))  # the first of equals
 
 
@@ -123,17 +143,25 @@ def fit_weights(model: nn.Module, tensors: Mapping[str, Any], path: str, *, drop
         fits = file_shape(targets[name]) == tuple(tensors[name].shape)
         (matched if fits else dropped).append(name)
     if not matched:
-        raise WeightsError(f"weight file {path} has no tensor that fits this detector: its names begin like "
-                           f'"{next(iter(tensors))}", the detector\'s like "{next(iter(targets))}"')
+        raise WeightsError(
+            f"weight file {path} has no tensor that fits this detector: its names begin like "
+            f'"{next(iter(tensors))}", the detector\'s like "{next(iter(targets))}"'
+        )
     if dropped and not drop_mismatched:
         name = sorted(dropped)[0]
         raise WeightsError(
             f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and {file_shape(targets[name])} here "
-            "(another number of classes?); set detector.drop_mismatched to true to train such layers anew")
+            "(another number of classes?); set detector.drop_mismatched to true to train such layers anew"
+        )
     for name in sorted(matched):
         copy_into(targets[name], whole(tensors[name]))
-    return LoadReport(str(path), sorted(matched), sorted(targets.keys() - tensors.keys()),
-                      sorted(tensors.keys() - targets.keys()), sorted(dropped))
+    return LoadReport(
+        str(path),
+        sorted(matched),
+        sorted(targets.keys() - tensors.keys()),
+        sorted(tensors.keys() - targets.keys()),
+        sorted(dropped),
+    )
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 from engine import distributed
 from engine.checkpoints.finding import Checkpoint, find_checkpoint, newest
@@ -55,8 +55,9 @@ def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Check
             _refuse_used(path)
         return _make(path), checkpoint
     if config.run.work_dir is None:
-        raise ConfigError("--resume does not say which run: give its folder, --resume WORK_DIR"
-                          + _candidates(config.name))
+        raise ConfigError(
+            "--resume does not say which run: give its folder, --resume WORK_DIR" + _candidates(config.name)
+        )
     path = _make(Path(config.run.work_dir).resolve())
     found = newest(checkpoints_of(path), say)
     if found is None:
@@ -96,7 +97,9 @@ def _refuse_used(path: Path) -> None:
     used = path.is_dir() and any(entry.name not in left for entry in path.iterdir())
     if distributed.broadcast_object(used):
         what = "already holds a run" if records.exists() or checkpoints_of(path).exists() else "is not empty"
-        raise ConfigError(f"work dir {path} {what}: go on with it by --resume, or start afresh in another with --work-dir")
+        raise ConfigError(
+            f"work dir {path} {what}: go on with it by --resume, or start afresh in another with --work-dir"
+        )
 
 
 def _make(path: Path) -> Path:

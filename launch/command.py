@@ -7,8 +7,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 USER_ERROR = 2
 # Launchers end all ranks of a node as soon as one has left: the one that tells the error must not be cut off.
@@ -20,10 +20,20 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def add_config_arguments(arguments: argparse.ArgumentParser, *, required: bool = True) -> None:
-    arguments.add_argument("--deepspeed_config", "--config", required=required, metavar="FILE",
-                           help="a JSON with DeepSpeed's keys and our blocks, or the name of a shipped one (docs/config.md)")
-    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                           help="change one value, e.g. --set schedule.epochs=3 --set data.root=../mine; may be repeated")
+    arguments.add_argument(
+        "--deepspeed_config",
+        "--config",
+        required=required,
+        metavar="FILE",
+        help="a JSON with DeepSpeed's keys and our blocks, or the name of a shipped one (docs/config.md)",
+    )
+    arguments.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value, e.g. --set schedule.epochs=3 --set data.root=../mine; may be repeated",
+    )
     # What DeepSpeed's launcher and its users' habits hand to a script.
     arguments.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

@@ -12,13 +12,27 @@ from launch.command import add_config_arguments, parser, run_command
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("checkpoint", help="a work dir (its newest checkpoint), one of its checkpoints, a universal "
-                           "folder, or any .pth / .safetensors of the detector")
+    arguments.add_argument(
+        "checkpoint",
+        help="a work dir (its newest checkpoint), one of its checkpoints, a universal "
+        "folder, or any .pth / .safetensors of the detector",
+    )
     add_config_arguments(arguments, required=False)
-    arguments.add_argument("--split", choices=("val", "train"), default="val", help="which split to score (default val)")
-    arguments.add_argument("--out", metavar="DIR", help="where eval.json and results go (default: eval/ in the work dir, or beside the file)")
-    arguments.add_argument("--tta", nargs="*", metavar="SCALE", help="test-time augmentation: every image mirrored too, at "
-                           "these scales, e.g. --tta 1600x1200 1600x1000 (default: data.scale); boxes only")
+    arguments.add_argument(
+        "--split", choices=("val", "train"), default="val", help="which split to score (default val)"
+    )
+    arguments.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where eval.json and results go (default: eval/ in the work dir, or beside the file)",
+    )
+    arguments.add_argument(
+        "--tta",
+        nargs="*",
+        metavar="SCALE",
+        help="test-time augmentation: every image mirrored too, at "
+        "these scales, e.g. --tta 1600x1200 1600x1000 (default: data.scale); boxes only",
+    )
     arguments.add_argument("--ema", action="store_true", help="the averaged weights of a checkpoint folder (run.ema)")
     options = arguments.parse_args()
     run_command(lambda: _evaluate(options))

@@ -1,10 +1,10 @@
 """Turn a checkpoint, of any ZeRO stage and number of ranks, into one weight file, or into DeepSpeed's universal format.
 
-  python launch/export.py work_dirs/RUN detector.pth              # the newest whole checkpoint; also writes detector.py,
-                                                                  # an mmdet config: init_detector("detector.py", "detector.pth")
-  python launch/export.py work_dirs/RUN/checkpoints/best detector.safetensors --dtype bfloat16
-  python launch/export.py work_dirs/RUN/checkpoints/step-000384 averaged.pth --ema
-  python launch/export.py work_dirs/RUN universal/ --universal    # zero/NAME/{fp32,exp_avg,...}.pt
+python launch/export.py work_dirs/RUN detector.pth              # the newest whole checkpoint; also writes detector.py,
+                                                                # an mmdet config: init_detector("detector.py", "detector.pth")
+python launch/export.py work_dirs/RUN/checkpoints/best detector.safetensors --dtype bfloat16
+python launch/export.py work_dirs/RUN/checkpoints/step-000384 averaged.pth --ema
+python launch/export.py work_dirs/RUN universal/ --universal    # zero/NAME/{fp32,exp_avg,...}.pt
 """
 
 from launch.command import parser, run_command
@@ -12,13 +12,22 @@ from launch.command import parser, run_command
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("checkpoint", help="a work dir (its newest checkpoint), one of its checkpoints, or a universal folder")
+    arguments.add_argument(
+        "checkpoint", help="a work dir (its newest checkpoint), one of its checkpoints, or a universal folder"
+    )
     arguments.add_argument("out", help="file to write, .pth or .safetensors; with --universal a folder")
     arguments.add_argument("--ema", action="store_true", help="the averaged weights (run.ema) instead of the last ones")
-    arguments.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-                           help="type of the weights (default float32); buffers keep theirs")
-    arguments.add_argument("--universal", action="store_true",
-                           help="the whole training state in DeepSpeed's universal format, parameter by parameter")
+    arguments.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="type of the weights (default float32); buffers keep theirs",
+    )
+    arguments.add_argument(
+        "--universal",
+        action="store_true",
+        help="the whole training state in DeepSpeed's universal format, parameter by parameter",
+    )
     options = arguments.parse_args()
     run_command(lambda: _export(options))
 

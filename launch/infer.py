@@ -1,8 +1,8 @@
 """Run a checkpoint on images: drawn pictures with a COCO results file or maps, or of a classifier the first five classes.
 
-  python launch/infer.py work_dirs/RUN/checkpoints/step-000384 photo.jpg
-  python launch/infer.py FILE folder/ --out found --score 0.5
-  python launch/infer.py FILE "folder/**/*.jpg"
+python launch/infer.py work_dirs/RUN/checkpoints/step-000384 photo.jpg
+python launch/infer.py FILE folder/ --out found --score 0.5
+python launch/infer.py FILE "folder/**/*.jpg"
 """
 
 from launch.command import add_config_arguments, parser, run_command
@@ -10,12 +10,17 @@ from launch.command import add_config_arguments, parser, run_command
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("checkpoint", help="a work dir (its newest checkpoint), one of its checkpoints, a universal "
-                           "folder, or any .pth / .safetensors of the detector")
+    arguments.add_argument(
+        "checkpoint",
+        help="a work dir (its newest checkpoint), one of its checkpoints, a universal "
+        "folder, or any .pth / .safetensors of the detector",
+    )
     arguments.add_argument("source", help="an image, a folder of images, or a glob in quotes")
     add_config_arguments(arguments, required=False)
     arguments.add_argument("--out", metavar="DIR", default="inference", help="output folder (default: inference)")
-    arguments.add_argument("--score", type=float, default=0.3, help="least score of an object to be drawn (default 0.3)")
+    arguments.add_argument(
+        "--score", type=float, default=0.3, help="least score of an object to be drawn (default 0.3)"
+    )
     arguments.add_argument("--ema", action="store_true", help="the averaged weights of a checkpoint folder (run.ema)")
     options = arguments.parse_args()
     run_command(lambda: _infer(options))

@@ -28,18 +28,39 @@ def arguments():
     arguments = parser(__doc__)
     add_config_arguments(arguments)
     arguments.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs in all")
-    arguments.add_argument("--gpu", default="a100-80g", metavar="CARD",
-                           help="a100-80g (default), a100-40g, h100-80g, v100-32g, cpu-core, or a JSON file with \"base\" "
-                                "and the numbers that differ")
-    arguments.add_argument("--nodes", type=int, metavar="N", help="machines that hold them (default: the card's usual 8 each)")
-    arguments.add_argument("--set-hardware", action="append", default=[], metavar="KEY=NUMBER",
-                           help="change a number of the card (engine/planning/hardware.py names them); may be repeated")
-    arguments.add_argument("--measured-step", type=float, metavar="SECONDS", help="what a step of this plan really took")
-    arguments.add_argument("--calibrate", metavar="WORK_DIR", help="a run on such a card, whose steps are taken instead")
-    arguments.add_argument("--images", type=int, metavar="N", help="training images, where the data is not on this machine")
+    arguments.add_argument(
+        "--gpu",
+        default="a100-80g",
+        metavar="CARD",
+        help='a100-80g (default), a100-40g, h100-80g, v100-32g, cpu-core, or a JSON file with "base" '
+        "and the numbers that differ",
+    )
+    arguments.add_argument(
+        "--nodes", type=int, metavar="N", help="machines that hold them (default: the card's usual 8 each)"
+    )
+    arguments.add_argument(
+        "--set-hardware",
+        action="append",
+        default=[],
+        metavar="KEY=NUMBER",
+        help="change a number of the card (engine/planning/hardware.py names them); may be repeated",
+    )
+    arguments.add_argument(
+        "--measured-step", type=float, metavar="SECONDS", help="what a step of this plan really took"
+    )
+    arguments.add_argument(
+        "--calibrate", metavar="WORK_DIR", help="a run on such a card, whose steps are taken instead"
+    )
+    arguments.add_argument(
+        "--images", type=int, metavar="N", help="training images, where the data is not on this machine"
+    )
     arguments.add_argument("--classes", type=int, metavar="N", help="classes, likewise")
-    arguments.add_argument("--image-size", metavar="WxH", help="padded size of all images, instead of what the config gives")
-    arguments.add_argument("--objects", type=int, default=7, metavar="N", help="objects in an image (default 7, COCO's mean)")
+    arguments.add_argument(
+        "--image-size", metavar="WxH", help="padded size of all images, instead of what the config gives"
+    )
+    arguments.add_argument(
+        "--objects", type=int, default=7, metavar="N", help="objects in an image (default 7, COCO's mean)"
+    )
     arguments.add_argument("--out", metavar="DIR", help="write plan.json and scaling.png there")
     return arguments
 
@@ -82,7 +103,9 @@ def plan_run(options) -> None:
     print(report.header(plan, hardware), flush=True)
     found = report.choices(plan, hardware)
     best, own = report.recommended(found), next(choice for choice in found if choice.own)
-    print(f"\n{report.memory_table(found, hardware, best)}\n{report.recommendation(plan, hardware, best)}\n", flush=True)
+    print(
+        f"\n{report.memory_table(found, hardware, best)}\n{report.recommendation(plan, hardware, best)}\n", flush=True
+    )
     if not own.fits:
         print(report.misfit_text(plan, hardware, own, best), flush=True)
     time = run_time(plan, hardware, own.step)

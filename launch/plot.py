@@ -16,10 +16,21 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("runs", nargs="+", metavar="RUN", help="work dirs of runs with an AGVM optimizer")
     arguments.add_argument("--out", metavar="FILE", help="picture to write (default: variance.png in the first run)")
-    arguments.add_argument("--matched", nargs="+", choices=("step", "epoch"), default=[], metavar="AXIS",
-                           help="step, epoch or both: the same axis for all runs (default: each its own steps)")
-    arguments.add_argument("--smooth", type=float, default=0.0, metavar="WEIGHT",
-                           help="moving average of phi, 0 (none, default) to below 1")
+    arguments.add_argument(
+        "--matched",
+        nargs="+",
+        choices=("step", "epoch"),
+        default=[],
+        metavar="AXIS",
+        help="step, epoch or both: the same axis for all runs (default: each its own steps)",
+    )
+    arguments.add_argument(
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="moving average of phi, 0 (none, default) to below 1",
+    )
     options = arguments.parse_args()
     run_command(lambda: _plot(options))
 
@@ -37,12 +48,17 @@ def _plot(options) -> None:
     groups = by_seed(runs)
     for axis in options.matched:
         end = matched_end(runs, axis)
-        print(f"second half of {axis}s 0 to {end:g}, geometric means over windows and seeds\n"
-              f"{summary(groups, axis, end)}\n")
+        print(
+            f"second half of {axis}s 0 to {end:g}, geometric means over windows and seeds\n"
+            f"{summary(groups, axis, end)}\n"
+        )
     if not options.matched:
         print(f"second half of every run, geometric means over windows and seeds\n{summary(groups)}\n")
-    print(draw_variance(runs, Path(options.out or runs[0].run / "variance.png"), axes=options.matched,
-                        smooth=options.smooth))
+    print(
+        draw_variance(
+            runs, Path(options.out or runs[0].run / "variance.png"), axes=options.matched, smooth=options.smooth
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,12 +15,16 @@ from launch.command import parser, run_command
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--study", default="shapes", metavar="FILE", help="a study's JSON, or a shipped one's name (default: shapes)")
+    arguments.add_argument(
+        "--study", default="shapes", metavar="FILE", help="a study's JSON, or a shipped one's name (default: shapes)"
+    )
     arguments.add_argument("--methods", nargs="+", metavar="NAME", help="only these of the study's methods")
     arguments.add_argument("--batches", nargs="+", type=int, metavar="N", help="other batch sizes")
     arguments.add_argument("--seeds", nargs="+", type=int, metavar="N", help="other seeds; the first is tuned on")
     arguments.add_argument("--out", metavar="DIR", help="where it is kept (default: work_dirs/study-NAME)")
-    arguments.add_argument("--at-once", type=int, metavar="N", help="runs side by side (default: one a core, at most 8)")
+    arguments.add_argument(
+        "--at-once", type=int, metavar="N", help="runs side by side (default: one a core, at most 8)"
+    )
     arguments.add_argument("--report", action="store_true", help="only write the report of what is there")
     options = arguments.parse_args()
     run_command(lambda: _study(options))
@@ -60,8 +64,10 @@ def _study(options) -> None:
     failed = {trial: outcome.error for trial, outcome in outcomes.items() if outcome.error}
     if failed:
         trial, error = next(iter(failed.items()))
-        raise UserError(f"{len(failed)} of {len(outcomes)} runs failed, the first of them {trial.name} with {error}: the same "
-                        "command tries them again")
+        raise UserError(
+            f"{len(failed)} of {len(outcomes)} runs failed, the first of them {trial.name} with {error}: the same "
+            "command tries them again"
+        )
 
 
 if __name__ == "__main__":

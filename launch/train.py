@@ -43,15 +43,27 @@ def train_arguments():
     add_config_arguments(arguments, required=False)
     arguments.add_argument("--work-dir", metavar="DIR", help="where the run's records go (run.work_dir)")
     arguments.add_argument("--load-from", metavar="FILE", help="weights to start from (detector.load_from)")
-    arguments.add_argument("--resume", nargs="?", const="", metavar="DIR[/TAG]",
-                           help="go on from the newest whole checkpoint of the work dir, or of DIR, or from the one named; "
-                                "with DIR the config may be left out: then it is the saved one")
-    arguments.add_argument("--dry-run", action="store_true",
-                           help="build the run as one rank of many without storage, print it, and say whether it would start")
-    arguments.add_argument("--world-size", type=int, metavar="N",
-                           help="with --dry-run, the number of ranks; default: the launcher's")
-    arguments.add_argument("--layout", metavar="FILE",
-                           help="with --dry-run, write the elements of every module that each rank would hold, as JSON")
+    arguments.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="DIR[/TAG]",
+        help="go on from the newest whole checkpoint of the work dir, or of DIR, or from the one named; "
+        "with DIR the config may be left out: then it is the saved one",
+    )
+    arguments.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build the run as one rank of many without storage, print it, and say whether it would start",
+    )
+    arguments.add_argument(
+        "--world-size", type=int, metavar="N", help="with --dry-run, the number of ranks; default: the launcher's"
+    )
+    arguments.add_argument(
+        "--layout",
+        metavar="FILE",
+        help="with --dry-run, write the elements of every module that each rank would hold, as JSON",
+    )
     return arguments
 
 

@@ -63,7 +63,7 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
         if x.dim() < 2:
             raise ValueError(f"batch norm takes (N, C, ...), got {x.dim()} dimensions")
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Fp32BatchNorm":
+    def _apply(self, fn: Any, recurse: bool = True) -> Fp32BatchNorm:
         # `.bfloat16()` on the model reaches here: buffers follow the device but stay fp32.
         super()._apply(fn, recurse)
         self.keep_statistics_fp32()
@@ -91,8 +91,9 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.num_batches_tracked.add_(1)
                 if self.momentum is None:
                     momentum = 1.0 / float(self.num_batches_tracked)
-            y = nn.functional.batch_norm(x.float(), self.running_mean, self.running_var, weight, bias, use_batch,
-                                         momentum, self.eps)
+            y = nn.functional.batch_norm(
+                x.float(), self.running_mean, self.running_var, weight, bias, use_batch, momentum, self.eps
+            )
             return y.to(x.dtype)
         y, mean, variance, total = _SyncedNormalise.apply(x.float(), self.eps, self.process_group)
         if self.training and self.track_running_stats:
@@ -118,15 +119,26 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
 
     The class is changed, not the object, so that parameters keep their names and owners their references.
     """
-    replacements = {nn.BatchNorm1d: Fp32BatchNorm, nn.BatchNorm2d: Fp32BatchNorm, nn.BatchNorm3d: Fp32BatchNorm,
-                    nn.SyncBatchNorm: Fp32BatchNorm, _timm_batch_norm_act(): Fp32BatchNormAct,
-                    Fp32BatchNorm: Fp32BatchNorm, Fp32BatchNormAct: Fp32BatchNormAct}
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
-             and not isinstance(m, nn.modules.instancenorm._InstanceNorm)]
+    replacements = {
+        nn.BatchNorm1d: Fp32BatchNorm,
+        nn.BatchNorm2d: Fp32BatchNorm,
+        nn.BatchNorm3d: Fp32BatchNorm,
+        nn.SyncBatchNorm: Fp32BatchNorm,
+        _timm_batch_norm_act(): Fp32BatchNormAct,
+        Fp32BatchNorm: Fp32BatchNorm,
+        Fp32BatchNormAct: Fp32BatchNormAct,
+    }
+    norms = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.modules.instancenorm._InstanceNorm)
+    ]
     for module in norms:
         if type(module) not in replacements:
-            raise ValueError(f"{type(module).__name__} is a batch norm of its own kind, which can be neither "
-                             "synchronised over ranks nor kept in fp32: use plain BatchNorm layers")
+            raise ValueError(
+                f"{type(module).__name__} is a batch norm of its own kind, which can be neither "
+                "synchronised over ranks nor kept in fp32: use plain BatchNorm layers"
+            )
         # A layer may have asked for it by itself.
         already = isinstance(module, nn.SyncBatchNorm) or (isinstance(module, Fp32BatchNorm) and module.synchronise)
         module.__class__ = replacements[type(module)]

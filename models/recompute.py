@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +16,14 @@ def recomputed(block: nn.Module, *args: Any, call: Callable | None = None, **kwa
     call = block if call is None else call
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True,
-                      context_fn=lambda: (contextlib.nullcontext(), _frozen_statistics(block)), **kwargs)
+    return checkpoint(
+        call,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=lambda: (contextlib.nullcontext(), _frozen_statistics(block)),
+        **kwargs,
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ the stride of the finest; their sum is classified at that stride and enlarged to
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +26,31 @@ class SemanticFPNHead(BaseModule):
     The loss is the mean cross-entropy over the pixels of a micro-batch that have a class.
     """
 
-    def __init__(self, *, num_classes: int, in_channels: int = 256, inner_channels: int = 128,
-                 strides: Sequence[int] = (4, 8, 16, 32), dropout: float = 0.1, ignore_index: int = 255,
-                 loss_weight: float = 1.0, norm_cfg: dict | None = dict(type="GN", num_groups=32),
-                 init_cfg: dict | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        in_channels: int = 256,
+        inner_channels: int = 128,
+        strides: Sequence[int] = (4, 8, 16, 32),
+        dropout: float = 0.1,
+        ignore_index: int = 255,
+        loss_weight: float = 1.0,
+        norm_cfg: dict | None = dict(type="GN", num_groups=32),
+        init_cfg: dict | None = None,
+    ) -> None:
         super().__init__(init_cfg)
         if any(second != 2 * first for first, second in zip(strides, strides[1:])):
             raise ValueError(f"strides must double from level to level, got {list(strides)}")
         self.num_classes, self.ignore_index, self.loss_weight = num_classes, ignore_index, loss_weight
-        self.scales = ModuleList([
-            ConvUpsample(in_channels, inner_channels, num_layers=max(1, level), num_upsample=level, norm_cfg=norm_cfg)
-            for level in range(len(strides))])
+        self.scales = ModuleList(
+            [
+                ConvUpsample(
+                    in_channels, inner_channels, num_layers=max(1, level), num_upsample=level, norm_cfg=norm_cfg
+                )
+                for level in range(len(strides))
+            ]
+        )
         self.dropout = nn.Dropout2d(dropout)
         self.conv_logits = nn.Conv2d(inner_channels, num_classes, 1)
 
@@ -65,8 +80,9 @@ class SemanticFPNHead(BaseModule):
         maps = []
         for image, meta in zip(padded, metas):
             height, width = meta["img_shape"][:2]
-            image = F.interpolate(image[None, :, :height, :width], size=meta["ori_shape"][:2], mode="bilinear",
-                                  align_corners=False)
+            image = F.interpolate(
+                image[None, :, :height, :width], size=meta["ori_shape"][:2], mode="bilinear", align_corners=False
+            )
             maps.append(image[0].argmax(0))
         return maps
 
@@ -75,8 +91,17 @@ class SemanticFPNHead(BaseModule):
 class SemanticFPN(BaseDetector):
     """A backbone, a pyramid and a `semantic_head`, with the interface of mmdet's detectors."""
 
-    def __init__(self, *, backbone: dict, neck: dict, semantic_head: dict, data_preprocessor: dict | None = None,
-                 train_cfg: dict | None = None, test_cfg: dict | None = None, init_cfg: dict | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        backbone: dict,
+        neck: dict,
+        semantic_head: dict,
+        data_preprocessor: dict | None = None,
+        train_cfg: dict | None = None,
+        test_cfg: dict | None = None,
+        init_cfg: dict | None = None,
+    ) -> None:
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
         self.backbone, self.neck = MODELS.build(backbone), MODELS.build(neck)
         self.semantic_head = MODELS.build(semantic_head)
@@ -88,12 +113,15 @@ class SemanticFPN(BaseDetector):
         labels = torch.cat([sample.gt_sem_seg.sem_seg for sample in batch_data_samples]).long()
         return self.semantic_head.loss_by_feat(self._forward(batch_inputs), labels)
 
-    def predict(self, batch_inputs: torch.Tensor, batch_data_samples: Sequence[Any], rescale: bool = True) -> Sequence[Any]:
+    def predict(
+        self, batch_inputs: torch.Tensor, batch_data_samples: Sequence[Any], rescale: bool = True
+    ) -> Sequence[Any]:
         """The samples with `pred_sem_seg.sem_seg`, a class for every pixel of the original image."""
         if not rescale:
             raise ValueError("SemanticFPN predicts at the size of the original image (rescale=True)")
-        maps = self.semantic_head.predict_by_feat(self._forward(batch_inputs),
-                                                  [sample.metainfo for sample in batch_data_samples])
+        maps = self.semantic_head.predict_by_feat(
+            self._forward(batch_inputs), [sample.metainfo for sample in batch_data_samples]
+        )
         for sample, labels in zip(batch_data_samples, maps):
             sample.pred_sem_seg = PixelData(sem_seg=labels[None])
         return batch_data_samples

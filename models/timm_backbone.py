@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import timm
 import torch
@@ -20,21 +21,31 @@ class TimmBackbone(BaseModule):
     `detector.frozen`, which works for every model alike. `channels` holds the width of each output.
     """
 
-    def __init__(self, model_name: str, *, out_indices: Sequence[int] = (1, 2, 3, 4), norm_eval: bool = False,
-                 init_cfg: dict | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        out_indices: Sequence[int] = (1, 2, 3, 4),
+        norm_eval: bool = False,
+        init_cfg: dict | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(init_cfg)
         if not timm.is_model(model_name):
             import difflib
 
             close = difflib.get_close_matches(model_name, timm.list_models(), n=3)
             raise ValueError(f'timm has no model "{model_name}"' + (f", but {', '.join(close)}" if close else ""))
-        self.body = timm.create_model(model_name, pretrained=False, features_only=True,
-                                      out_indices=tuple(out_indices), **options)
+        self.body = timm.create_model(
+            model_name, pretrained=False, features_only=True, out_indices=tuple(out_indices), **options
+        )
         self.channels = list(self.body.feature_info.channels())
         self.norm_eval = norm_eval
         # Some hybrids (Swin, ConvNeXt with a format option) hand out maps as N, H, W, C.
-        self._channels_last = getattr(self.body, "output_fmt", "NCHW") == "NHWC" or getattr(
-            getattr(self.body, "model", None), "output_fmt", "NCHW") == "NHWC"
+        self._channels_last = (
+            getattr(self.body, "output_fmt", "NCHW") == "NHWC"
+            or getattr(getattr(self.body, "model", None), "output_fmt", "NCHW") == "NHWC"
+        )
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
         maps = self.body(images)
@@ -42,7 +53,7 @@ class TimmBackbone(BaseModule):
             maps = [m.permute(0, 3, 1, 2).contiguous() for m in maps]
         return tuple(maps)
 
-    def train(self, mode: bool = True) -> "TimmBackbone":
+    def train(self, mode: bool = True) -> TimmBackbone:
         super().train(mode)
         if mode and self.norm_eval:
             keep_statistics(self)

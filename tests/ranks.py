@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch.multiprocessing as mp
 
@@ -29,8 +30,9 @@ class RankError(AssertionError):
 
 
 def _form_group(rank: int, world: int, store: str) -> None:
-    import torch.distributed as dist
     import deepspeed
+    import torch.distributed as dist
+
     from engine.distributed import init_distributed, reset_distributed
 
     if dist.is_initialized():
@@ -82,7 +84,9 @@ def _serve(rank: int, tasks: mp.Queue, results: mp.Queue) -> None:
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), name)(*args)
             results.put((rank, True, value))
-            if not gc.get_freeze_count():  # all is imported now: mmengine collects garbage at every turn, over all of it
+            if (
+                not gc.get_freeze_count()
+            ):  # all is imported now: mmengine collects garbage at every turn, over all of it
                 gc.collect()
                 gc.freeze()
         except BaseException:  # reported to the test, which fails with it

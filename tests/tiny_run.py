@@ -11,13 +11,26 @@ TINY = {
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 0},
-    "detector": {"config": "tiny_retinanet", "options": {
-        "backbone.base_channels": 8, "backbone.norm_cfg": {"type": "GN", "num_groups": 4},
-        "neck.in_channels": [8, 16, 32, 64], "neck.out_channels": 16, "bbox_head.in_channels": 16,
-        "bbox_head.feat_channels": 16, "bbox_head.stacked_convs": 1,
-        "bbox_head.norm_cfg.num_groups": 4}},
-    "data": {"dataset": "shapes", "shapes": {"train_images": 10, "val_images": 5, "image_size": 96},
-             "scale": [96, 96], "train_scales": [[80, 80], [112, 112]], "workers": 0},
+    "detector": {
+        "config": "tiny_retinanet",
+        "options": {
+            "backbone.base_channels": 8,
+            "backbone.norm_cfg": {"type": "GN", "num_groups": 4},
+            "neck.in_channels": [8, 16, 32, 64],
+            "neck.out_channels": 16,
+            "bbox_head.in_channels": 16,
+            "bbox_head.feat_channels": 16,
+            "bbox_head.stacked_convs": 1,
+            "bbox_head.norm_cfg.num_groups": 4,
+        },
+    },
+    "data": {
+        "dataset": "shapes",
+        "shapes": {"train_images": 10, "val_images": 5, "image_size": 96},
+        "scale": [96, 96],
+        "train_scales": [[80, 80], [112, 112]],
+        "workers": 0,
+    },
     # SGD for exact comparisons: Adam divides gradients of rounding size by their own size.
     "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}},
     "schedule": {"steps": 3, "warmup_steps": 1, "decay": "constant"},
@@ -36,8 +49,14 @@ def merged(changes: dict[str, Any], base: dict[str, Any] = TINY) -> dict[str, An
     return result
 
 
-def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: str | None = None,
-               stop_after: int | None = None, curves: bool = False) -> dict[str, Any]:
+def train_tiny(
+    changes: dict[str, Any],
+    *,
+    work_dir: str | None = None,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    curves: bool = False,
+) -> dict[str, Any]:
     """Train on this rank's process group; weights (whole), records, and what the work dir holds.
 
     `stop_after` stops the run as a signal would, saved, after that step. `resume` goes on: "" from the newest
@@ -67,8 +86,10 @@ def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: 
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-            metrics = training.train(parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes))),
-                                     None if resume is None else Resume(resume or None))
+            metrics = training.train(
+                parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes))),
+                None if resume is None else Resume(resume or None),
+            )
     except training.Preempted:
         assert stop_after is not None
     finally:
@@ -80,8 +101,15 @@ def train_tiny(changes: dict[str, Any], *, work_dir: str | None = None, resume: 
             run.engine.destroy()
     folder = run.work_dir
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"weights": weights, "records": records, "metrics": metrics, "folder": str(folder), "mu": run_mu(run),
-            "files": sorted(p.name for p in folder.rglob("*")), "printed": printed.getvalue()}
+    return {
+        "weights": weights,
+        "records": records,
+        "metrics": metrics,
+        "folder": str(folder),
+        "mu": run_mu(run),
+        "files": sorted(p.name for p in folder.rglob("*")),
+        "printed": printed.getvalue(),
+    }
 
 
 def saved_weights(path: Any, *, ema: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from engine.checkpoints import store
 from engine.config.errors import ConfigError, nearest
@@ -14,8 +15,10 @@ def metric_name(setting: str, metrics: Sequence[str]) -> str:
     if setting == "auto":
         return next(iter(metrics))
     if setting not in metrics:
-        raise ConfigError(f'run.keep_best is "{setting}", which is none of the metrics {", ".join(metrics)}'
-                          f"{nearest(setting, metrics)}")
+        raise ConfigError(
+            f'run.keep_best is "{setting}", which is none of the metrics {", ".join(metrics)}'
+            f"{nearest(setting, metrics)}"
+        )
     return setting
 
 

@@ -2,26 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from engine.checkpoints.errors import CheckpointError
 
 # How a run goes, not what it computes (up to rounding): these may change without a word.
 FREE = (
-    "name", "run.work_dir", "run.eval_interval", "run.eval_backend", "run.eval_batch_size", "run.checkpoint_interval",
-    "run.keep_last", "run.keep_best", "run.on_save_error", "run.log_interval", "run.draw", "run.max_nonfinite",
-    "data.workers", "data.root", "data.val", "detector.load_from", "detector.drop_mismatched", "detector.zero_init",
-    "detector.skippable", "detector.checkpoint_activations", "optimizer.params.bucket_size",
-    "zero_optimization", "gradient_accumulation_steps", "timers", "compile", "disable_python_gc",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown",
-    "memory_breakdown", "dump_state", "log_level", "flops_profiler", "comms_logger", "tensorboard", "csv_monitor",
-    "wandb", "comet", "checkpoint", "aio", "disable_allgather", "activation_checkpointing",
+    "name",
+    "run.work_dir",
+    "run.eval_interval",
+    "run.eval_backend",
+    "run.eval_batch_size",
+    "run.checkpoint_interval",
+    "run.keep_last",
+    "run.keep_best",
+    "run.on_save_error",
+    "run.log_interval",
+    "run.draw",
+    "run.max_nonfinite",
+    "data.workers",
+    "data.root",
+    "data.val",
+    "detector.load_from",
+    "detector.drop_mismatched",
+    "detector.zero_init",
+    "detector.skippable",
+    "detector.checkpoint_activations",
+    "optimizer.params.bucket_size",
+    "zero_optimization",
+    "gradient_accumulation_steps",
+    "timers",
+    "compile",
+    "disable_python_gc",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "flops_profiler",
+    "comms_logger",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "comet",
+    "checkpoint",
+    "aio",
+    "disable_allgather",
+    "activation_checkpointing",
 )
 # What the run computes: another choice, taken from here on, and said.
 CHANGES = (
-    "schedule", "optimizer.params", "optimizer.paramwise", "optimizer.sam", "run.ema", "gradient_clipping", "data.scale",
-    "train_micro_batch_size_per_gpu", "data.train_scales", "data.flip", "data.augmentation", "data.classification", "detector.sync_bn", "bf16", "bfloat16", "fp16",
-    "torch_autocast", "data_types", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
+    "schedule",
+    "optimizer.params",
+    "optimizer.paramwise",
+    "optimizer.sam",
+    "run.ema",
+    "gradient_clipping",
+    "data.scale",
+    "train_micro_batch_size_per_gpu",
+    "data.train_scales",
+    "data.flip",
+    "data.augmentation",
+    "data.classification",
+    "detector.sync_bn",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "torch_autocast",
+    "data_types",
+    "communication_data_type",
+    "gradient_predivide_factor",
+    "prescale_gradients",
 )
 # All else is refused: model, data and their order, seed, batch, kind of optimizer. The moments, the position in the
 # epoch and the meaning of a step would no longer fit.
@@ -52,8 +106,11 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     first, second = dict(_flat(saved)), dict(_flat(now))
     empty = (None, {}, [])
-    return [Difference(key, first.get(key), second.get(key)) for key in sorted({*first, *second})
-            if first.get(key) != second.get(key) and not (first.get(key) in empty and second.get(key) in empty)]
+    return [
+        Difference(key, first.get(key), second.get(key))
+        for key in sorted({*first, *second})
+        if first.get(key) != second.get(key) and not (first.get(key) in empty and second.get(key) in empty)
+    ]
 
 
 def _below(key: str, names: tuple[str, ...]) -> bool:
@@ -74,7 +131,9 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             f"the checkpoint was saved with another config ({'; '.join(map(str, refused))}): these keys may not change on "
             f"--resume; {', '.join(CHANGES[:5])}, data augmentation, precision, ZeRO stage, ranks"
             f"{'' if any(d.key == 'train_micro_batch_size_per_gpu' for d in refused) else ', micro-batch'} and all that only "
-            "concerns records may; to start another run from its weights, give detector.load_from")
+            "concerns records may; to start another run from its weights, give detector.load_from"
+        )
     free = [d for d in found if d not in changes]
-    return [f"changed, from here on   {d}" for d in changes] + [f"changed, same result    {d}" for d in free
-                                                                if d.key not in ("run.work_dir", "name")]
+    return [f"changed, from here on   {d}" for d in changes] + [
+        f"changed, same result    {d}" for d in free if d.key not in ("run.work_dir", "name")
+    ]

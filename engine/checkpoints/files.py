@@ -33,7 +33,7 @@ class _CheckedFile:
         # An unbuffered file may take less than it is given.
         rest = data
         while len(rest):
-            rest = rest[self.file.write(rest):]
+            rest = rest[self.file.write(rest) :]
         return len(data)
 
     def flush(self) -> None:

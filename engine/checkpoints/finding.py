@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from engine import distributed
 from engine.checkpoints import store
@@ -53,20 +53,24 @@ def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -
     return None
 
 
-def find_checkpoint(name: str | Path, say: Callable[[str], None] = lambda _: None, *, contents: bool = True) -> Checkpoint:
+def find_checkpoint(
+    name: str | Path, say: Callable[[str], None] = lambda _: None, *, contents: bool = True
+) -> Checkpoint:
     """The checkpoint of a work dir (its newest), of a `checkpoints` folder, or the one named."""
     path = Path(name).expanduser().absolute()
     if path.name in (store.LATEST, store.BEST) and path.is_file():  # a tag in a file, as DeepSpeed writes it
         path = path.with_name(path.read_text().strip() or "nothing")
     # As rank 0 sees it: ranks that took different ways would wait for each other.
     exists, is_one = distributed.broadcast_object(
-        (path.is_dir(), (path / MANIFEST).exists() or path.name.startswith("step-")))
+        (path.is_dir(), (path / MANIFEST).exists() or path.name.startswith("step-"))
+    )
     if not exists:
         raise CheckpointError(f"checkpoint folder {path} does not exist")
     if is_one:
         return open_checkpoint(path, contents=contents)
     found = newest(checkpoints_folder(path), say, contents=contents)
     if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint: give a work dir, a folder step-N in its checkpoints, or a "
-                              "universal folder")
+        raise CheckpointError(
+            f"{path} holds no checkpoint: give a work dir, a folder step-N in its checkpoints, or a universal folder"
+        )
     return found

@@ -23,22 +23,24 @@ class Manifest:
     step: int
     world: int
     stage: int
-    layout: str                                  # the class of engine/zero/layout.py whose shards these are
+    layout: str  # the class of engine/zero/layout.py whose shards these are
     precision: str
-    parameters: dict[str, list[int]]             # the trained ones: name and shape, as files have them
+    parameters: dict[str, list[int]]  # the trained ones: name and shape, as files have them
     aliases: dict[str, str] = field(default_factory=dict)  # further names of shared parameters
-    files: dict[str, FileRecord]                 # name -> size, CRC-32
+    files: dict[str, FileRecord]  # name -> size, CRC-32
     version: int = VERSION
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({**asdict(self), "files": {name: list(record) for name, record in self.files.items()}}, indent=1)
+        text = json.dumps(
+            {**asdict(self), "files": {name: list(record) for name, record in self.files.items()}}, indent=1
+        )
         with open(folder / NAME, "w") as file:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def read(cls, folder: Path) -> Manifest:
         """Raises CheckpointError that says why the folder is no checkpoint."""
         path = folder / NAME
         try:

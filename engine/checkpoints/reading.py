@@ -24,11 +24,16 @@ def read_checkpoint(path: str | Path, *, ema: bool = False) -> tuple[dict[str, S
 def state_dict(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Stored | Tensor]:
     """Master weights, or their average; of frozen parameters and buffers there is only one value."""
     if ema and EMA not in checkpoint.states:
-        raise CheckpointError(f"checkpoint {checkpoint.folder} holds no averaged weights: train with run.ema to have them")
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder} holds no averaged weights: train with run.ema to have them"
+        )
     state = EMA if ema else WEIGHTS
     tensors: dict[str, Stored | Tensor] = {
-        name: Stored(shape, lambda name=name, shape=shape: checkpoint.read(name, state, 0, math.prod(shape)).view(shape))
-        for name, shape in checkpoint.parameters.items()}
+        name: Stored(
+            shape, lambda name=name, shape=shape: checkpoint.read(name, state, 0, math.prod(shape)).view(shape)
+        )
+        for name, shape in checkpoint.parameters.items()
+    }
     tensors.update(checkpoint.untrained())
     tensors.update({alias: tensors[name] for alias, name in checkpoint.aliases.items()})  # of frozen ones too
     return tensors

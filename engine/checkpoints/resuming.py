@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,15 +28,22 @@ if TYPE_CHECKING:
 RECORD_FILES = ("metrics.jsonl", "evaluations.jsonl")
 
 
-def restore(run: "Run", checkpoint: Checkpoint, progress: Callable[[int], None]) -> None:
+def restore(run: Run, checkpoint: Checkpoint, progress: Callable[[int], None]) -> None:
     """Weights, moments, averages, statistics, loss scale, counters and AGVM's state, by the names of parameters."""
     names = parameter_names(run.engine.module, run.layout)
     with distributed.together():
         _check_fits(run, names, checkpoint)
     with distributed.together():  # no collective in here: a file that only one rank reads may be bad
         states = tuple(state for state in checkpoint.states if state != EMA)
-        fill(run.layout, names, run.optimizer, states=states, read=checkpoint.read, scalars=checkpoint.scalars,
-             progress=progress)
+        fill(
+            run.layout,
+            names,
+            run.optimizer,
+            states=states,
+            read=checkpoint.read,
+            scalars=checkpoint.scalars,
+            progress=progress,
+        )
         if run.ema is not None:
             _fill_average(run, names, checkpoint)
         untrained = dict(checkpoint.untrained())
@@ -51,35 +59,40 @@ def restore(run: "Run", checkpoint: Checkpoint, progress: Callable[[int], None])
         run.optimizer.load_agvm_state_dict(checkpoint.agvm)
 
 
-def _check_fits(run: "Run", names: list[str], checkpoint: Checkpoint) -> None:
+def _check_fits(run: Run, names: list[str], checkpoint: Checkpoint) -> None:
     here = {name: tuple(file_shape(parameter)) for name, parameter in zip(names, run.layout.params)}
     for name in here.keys() ^ checkpoint.parameters.keys():
         where = "trained here but not in the checkpoint" if name in here else "in the checkpoint but not trained here"
         raise CheckpointError(f"parameter {name} is {where}: the model or what is frozen in it has changed")
     for name, shape in here.items():
         if shape != checkpoint.parameters[name]:
-            raise CheckpointError(f"parameter {name} is {checkpoint.parameters[name]} in the checkpoint and {shape} here")
+            raise CheckpointError(
+                f"parameter {name} is {checkpoint.parameters[name]} in the checkpoint and {shape} here"
+            )
 
 
-def _fill_average(run: "Run", names: list[str], checkpoint: Checkpoint) -> None:
+def _fill_average(run: Run, names: list[str], checkpoint: Checkpoint) -> None:
     if EMA not in checkpoint.states:  # switched on since
         run.ema.restart()
         return
     for fragment in run.layout.held():
         values = checkpoint.read(names[fragment.param], EMA, fragment.start, fragment.stop)
         target = run.ema.shards[fragment.shard].view(-1)
-        target[fragment.offset:fragment.offset + values.numel()].copy_(values)
+        target[fragment.offset : fragment.offset + values.numel()].copy_(values)
 
 
-def _copy_untrained(run: "Run", values: dict[str, Tensor]) -> None:
+def _copy_untrained(run: Run, values: dict[str, Tensor]) -> None:
     model = run.engine.module
-    targets = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
+    targets = {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }
     for name, value in values.items():
         if name in targets:
             copy_into(targets[name], value)
 
 
-def _set_counters(run: "Run", checkpoint: Checkpoint) -> None:
+def _set_counters(run: Run, checkpoint: Checkpoint) -> None:
     """DeepSpeed's own: AGVM's windows and the boundary of accumulation are counted by them."""
     engine, counters = run.engine, checkpoint.counters()
     engine.global_steps = checkpoint.step
@@ -88,7 +101,7 @@ def _set_counters(run: "Run", checkpoint: Checkpoint) -> None:
     engine.skipped_steps = int(counters.get("skipped_steps", 0))
 
 
-def take_over(run: "Run", checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+def take_over(run: Run, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
     """Let the work dir be one that stopped at the checkpoint's step; on rank 0."""
     source, folder = checkpoint.folder.parent.parent.resolve(), checkpoint.folder.parent
     try:

@@ -27,7 +27,7 @@ def checkpoints_of(work_dir: Path) -> Path:
     return work_dir / "checkpoints"
 
 
-def save_checkpoint(run: "Run", step: int) -> None:
+def save_checkpoint(run: Run, step: int) -> None:
     """Write `checkpoints/step-N`; SaveError, alike on all ranks, where it cannot be written."""
     from engine.checkpoints.writer import CheckedWriter  # imports DeepSpeed
 
@@ -45,8 +45,9 @@ def save_checkpoint(run: "Run", step: int) -> None:
     engine = run.engine
     engine.checkpoint_engine = writer
     engine._copy_recovery_script = lambda _: None  # launch/export.py does that, and a full disk would raise here
-    engine.save_checkpoint(str(aside.parent), tag=aside.name, client_state={CLIENT_KEY: _meta(run, step)},
-                           save_latest=False)
+    engine.save_checkpoint(
+        str(aside.parent), tag=aside.name, client_state={CLIENT_KEY: _meta(run, step)}, save_latest=False
+    )
     writer.save(_of_this_rank(run), str(aside / rank_file(distributed.rank())))
     reports = distributed.gather_objects((writer.written, writer.failure))
     if reports is not None:
@@ -70,7 +71,7 @@ def save_checkpoint(run: "Run", step: int) -> None:
     _stop_if_any(failure)
 
 
-def prune_checkpoints(run: "Run", best: int | None) -> None:
+def prune_checkpoints(run: Run, best: int | None) -> None:
     """Remove what is beyond keep_last, but for the best."""
     if distributed.rank() == 0:
         folder = checkpoints_of(run.work_dir)
@@ -87,7 +88,7 @@ def _stop_if_any(failure: str | None) -> None:
         raise SaveError(f"the checkpoint could not be written ({failure}); those saved before are untouched")
 
 
-def _meta(run: "Run", step: int) -> dict[str, Any]:
+def _meta(run: Run, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "config": run.config.to_json(),
@@ -96,26 +97,32 @@ def _meta(run: "Run", step: int) -> dict[str, Any]:
     }
 
 
-def _of_this_rank(run: "Run") -> dict[str, Any]:
+def _of_this_rank(run: Run) -> dict[str, Any]:
     # At stage 0 all ranks hold the same: what rank 0 has is saved.
     held = [] if run.stage == 0 and distributed.rank() else run.layout.held()
     rows = [(f.param, f.start, f.stop, f.shard, f.offset) for f in held]
-    content: dict[str, Any] = {"fragments": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
-                               "statistics": local_statistics(run.engine.module)}
+    content: dict[str, Any] = {
+        "fragments": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
+        "statistics": local_statistics(run.engine.module),
+    }
     if run.ema is not None:
         content[EMA] = run.ema.shards if held else {}
     return content
 
 
-def _manifest(run: "Run", step: int, files: dict[str, Any]) -> Manifest:
+def _manifest(run: Run, step: int, files: dict[str, Any]) -> Manifest:
     names = parameter_names(run.engine.module, run.layout)
     first = {id(parameter): name for name, parameter in reversed(_all_names(run.engine.module))}
     return Manifest(
-        step=step, world=distributed.world_size(), stage=run.stage, layout=type(run.layout).__name__,
+        step=step,
+        world=distributed.world_size(),
+        stage=run.stage,
+        layout=type(run.layout).__name__,
         precision=str(run.precision.dtype).removeprefix("torch."),
         parameters={name: list(file_shape(parameter)) for name, parameter in zip(names, run.layout.params)},
         aliases={name: first[id(p)] for name, p in _all_names(run.engine.module) if first[id(p)] != name},
-        files=files)
+        files=files,
+    )
 
 
 def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from engine.checkpoints.files import sync_folder
 
-LATEST = "latest"      # DeepSpeed's name and form: the tag of the newest checkpoint
-BEST = "best"          # the same for the best one
+LATEST = "latest"  # DeepSpeed's name and form: the tag of the newest checkpoint
+BEST = "best"  # the same for the best one
 _ASIDE, _GONE = ".saving-", ".removing-"
 
 

@@ -12,11 +12,11 @@ tools that want one parameter after the other.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine.checkpoints.errors import CheckpointError
@@ -65,7 +65,7 @@ class UniversalFolder:
 
     def _contents(self, name: str) -> dict[str, Any]:
         prefix = f"zero/{name}/"
-        files = [file for file in self.manifest.files if file.startswith(prefix) and "/" not in file[len(prefix):]]
+        files = [file for file in self.manifest.files if file.startswith(prefix) and "/" not in file[len(prefix) :]]
         return {Path(file).stem: read_file(self.folder / file) for file in files}
 
     def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
@@ -113,9 +113,16 @@ def write_universal(source: ZeroFolder, folder: Path, progress: Callable[[int], 
         module.update({alias: module[name] for alias, name in source.aliases.items()})
         write(MODEL_STATES, {"module": module, **source.counters()})
         manifest = source.manifest
-        Manifest(step=manifest.step, world=manifest.world, stage=manifest.stage, layout=LAYOUT,
-                 precision=manifest.precision, parameters=manifest.parameters, aliases=manifest.aliases,
-                 files=files).write(folder)
+        Manifest(
+            step=manifest.step,
+            world=manifest.world,
+            stage=manifest.stage,
+            layout=LAYOUT,
+            precision=manifest.precision,
+            parameters=manifest.parameters,
+            aliases=manifest.aliases,
+            files=files,
+        ).write(folder)
         sync_folder(folder)
     except OSError as error:
         (folder / MANIFEST).unlink(missing_ok=True)

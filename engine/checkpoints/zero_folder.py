@@ -7,9 +7,10 @@ between and without holding more than the range.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class ZeroFolder:
             first, last = max(low, start), min(high, stop)
             if first < last:
                 values = self._flat(rank, shard, state)
-                parts.append(values[offset + first - low:offset + last - low])
+                parts.append(values[offset + first - low : offset + last - low])
         if sum(part.numel() for part in parts) != stop - start:
             raise CheckpointError(f"checkpoint {self.folder} does not hold all of {state} of {name}")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -80,8 +81,11 @@ class ZeroFolder:
         """States of the parameter as a whole, such as step."""
         rank, shard, *_ = self._places[name][0]
         found = self._shard(rank, shard)
-        return {key: value for key, value in found.state.items()
-                if value is not None and not is_partitioned(value, found.weights)}
+        return {
+            key: value
+            for key, value in found.state.items()
+            if value is not None and not is_partitioned(value, found.weights)
+        }
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers by name. Statistics that ranks gathered apart are their mean."""
@@ -94,24 +98,41 @@ class ZeroFolder:
             if name not in known and name not in frozen:
                 yield name, joined.get(name, value)
         for name, shape in frozen.items():
-            parts = [self._model_states(rank)["frozen_param_fragments"][name].flatten()
-                     for rank in range(self.manifest.world)]
-            yield name, torch.cat(parts)[:shape.numel()].view(shape)
+            parts = [
+                self._model_states(rank)["frozen_param_fragments"][name].flatten()
+                for rank in range(self.manifest.world)
+            ]
+            yield name, torch.cat(parts)[: shape.numel()].view(shape)
 
     def counters(self) -> dict[str, Any]:
         """What DeepSpeed and the run noted beside tensors of the model's size."""
-        return {**{key: value for key, value in self._model_states(0).items()
-                   if key not in ("module", "optimizer", "frozen_param_fragments")}, "optimizer": None}
+        return {
+            **{
+                key: value
+                for key, value in self._model_states(0).items()
+                if key not in ("module", "optimizer", "frozen_param_fragments")
+            },
+            "optimizer": None,
+        }
 
     def common_optimizer_state(self) -> dict[str, Any]:
         """The optimizer's param groups, and what DeepSpeed keeps once for all parameters."""
         file = self._file(0, "_optim_states.pt")
         content = read_file(self.folder / file)["optimizer_state_dict"] if file else self._model_states(0)["optimizer"]
         base = content.get("base_optimizer_state") or content.get("optimizer_state_dict") or content
-        sharded = ("base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
-                   "fp32_groups", "param_slice_mappings", "state")
-        return {**{key: value for key, value in content.items() if key not in sharded},
-                "param_groups": base["param_groups"]}
+        sharded = (
+            "base_optimizer_state",
+            "optimizer_state_dict",
+            "single_partition_of_fp32_groups",
+            "fp32_flat_groups",
+            "fp32_groups",
+            "param_slice_mappings",
+            "state",
+        )
+        return {
+            **{key: value for key, value in content.items() if key not in sharded},
+            "param_groups": base["param_groups"],
+        }
 
     def statistics(self, rank: int) -> dict[str, Tensor]:
         """Batch-norm statistics that one rank of the run gathered alone; empty where all had the same."""
@@ -119,8 +140,10 @@ class ZeroFolder:
 
     def _joined_statistics(self) -> dict[str, Tensor]:
         world = self.manifest.world
-        return {name: torch.stack([self.statistics(rank)[name].double() for rank in range(world)]).mean(0).to(value.dtype)
-                for name, value in self.statistics(0).items()}
+        return {
+            name: torch.stack([self.statistics(rank)[name].double() for rank in range(world)]).mean(0).to(value.dtype)
+            for name, value in self.statistics(0).items()
+        }
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int, int, int, int]]]:
@@ -142,8 +165,12 @@ class ZeroFolder:
     def _shard(self, rank: int, shard: int) -> StoredShard:
         if rank not in self._shards:
             file = self._file(rank, "_optim_states.pt")
-            self._shards[rank] = stored_shards(self.manifest.layout, self._names, self._model_states(rank),
-                                               read_file(self.folder / file) if file else None)
+            self._shards[rank] = stored_shards(
+                self.manifest.layout,
+                self._names,
+                self._model_states(rank),
+                read_file(self.folder / file) if file else None,
+            )
         return self._shards[rank][shard]
 
     def _rank(self, rank: int) -> dict[str, Any]:

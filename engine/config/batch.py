@@ -51,7 +51,8 @@ def solve_batch(config: dict[str, Any], world: int) -> BatchPlan:
     if micro * accumulation * world != total:
         raise ConfigError(
             f"train_batch_size {total} is not micro-batch {micro} x accumulation {accumulation} x {world} ranks "
-            f'= {micro * accumulation * world}: change one of the three, set one to "auto", or change the number of ranks')
+            f'= {micro * accumulation * world}: change one of the three, set one to "auto", or change the number of ranks'
+        )
     return BatchPlan(total, micro, accumulation, world)
 
 

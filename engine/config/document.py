@@ -52,12 +52,19 @@ def _default(value: Any) -> str:
 
 
 def page() -> str:
-    sections = [("detector", schema.DetectorConfig), ("detector.ablation", schema.AblationConfig),
-                ("data", schema.DataConfig), ("data.train, data.val", schema.SplitConfig),
-                ("data.shapes", schema.ShapesConfig), ("data.classification", schema.ClassificationConfig),
-                ("optimizer", schema.OptimizerConfig), ("optimizer.paramwise", schema.ParamwiseConfig),
-                ("optimizer.sam", schema.SamConfig),
-                ("schedule", schema.ScheduleConfig), ("run", schema.RunSettings)]
+    sections = [
+        ("detector", schema.DetectorConfig),
+        ("detector.ablation", schema.AblationConfig),
+        ("data", schema.DataConfig),
+        ("data.train, data.val", schema.SplitConfig),
+        ("data.shapes", schema.ShapesConfig),
+        ("data.classification", schema.ClassificationConfig),
+        ("optimizer", schema.OptimizerConfig),
+        ("optimizer.paramwise", schema.ParamwiseConfig),
+        ("optimizer.sam", schema.SamConfig),
+        ("schedule", schema.ScheduleConfig),
+        ("run", schema.RunSettings),
+    ]
     lines = [_INTRO]
     for title, model in sections:
         lines += [f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]

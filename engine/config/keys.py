@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 # Below these, keys themselves hold dots: they are written whole.
 _WHOLE_BELOW = (["detector", "options"], ["optimizer", "paramwise", "lr_mult"])
@@ -12,8 +13,8 @@ def split_key(key: str) -> list[str]:
     """The path of a dotted key: "detector.options.backbone.depth" is the option "backbone.depth"."""
     parts = key.split(".")
     for whole in _WHOLE_BELOW:
-        if parts[:len(whole)] == whole and len(parts) > len(whole) + 1:
-            return [*whole, ".".join(parts[len(whole):])]
+        if parts[: len(whole)] == whole and len(parts) > len(whole) + 1:
+            return [*whole, ".".join(parts[len(whole) :])]
     return parts
 
 

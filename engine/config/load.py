@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,22 +20,73 @@ BLOCKS = ("name", "recipe", "detector", "data", "optimizer", "schedule", "run")
 PAPER = Path("paper")  # below ds_configs: a file for every row of the paper's tables
 
 # DeepSpeed reads its top-level keys one by one and ignores any other in silence, so the check is ours (0.19.8).
-DEEPSPEED_KEYS = frozenset("""
-train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-gradient_clipping gradient_predivide_factor gradient_allreduce_op prescale_gradients communication_data_type
-seq_parallel_communication_data_type steps_per_print wall_clock_breakdown memory_breakdown dump_state
-disable_allgather disable_python_gc log_level timers vocabulary_size
-bf16 bfloat16 fp16 torch_autocast data_types
-zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer compile
-activation_checkpointing aio flops_profiler comms_logger tensorboard csv_monitor wandb comet
-checkpoint autotuning data_efficiency pipeline tensor_parallel hybrid_engine datastates_ckpt
-use_data_before_expert_parallelism dataloader_drop_last weight_quantization expert_parallel
-""".split())
+DEEPSPEED_KEYS = frozenset(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "managed_gradient_accumulation",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "prescale_gradients",
+        "communication_data_type",
+        "seq_parallel_communication_data_type",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "disable_allgather",
+        "disable_python_gc",
+        "log_level",
+        "timers",
+        "vocabulary_size",
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "torch_autocast",
+        "data_types",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "compile",
+        "activation_checkpointing",
+        "aio",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "comet",
+        "checkpoint",
+        "autotuning",
+        "data_efficiency",
+        "pipeline",
+        "tensor_parallel",
+        "hybrid_engine",
+        "datastates_ckpt",
+        "use_data_before_expert_parallelism",
+        "dataloader_drop_last",
+        "weight_quantization",
+        "expert_parallel",
+    ]
+)
 # What older DeepSpeeds knew and 0.19 refuses, with an exception that is neither a ValueError nor an AssertionError.
-REMOVED_KEYS = frozenset("""
-amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula progressive_layer_drop
-quantize_training sparse_attention sparse_gradients
-""".split())
+REMOVED_KEYS = frozenset(
+    [
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+    ]
+)
 
 
 def find_config(name: str) -> Path:
@@ -51,15 +103,22 @@ def find_config(name: str) -> Path:
             if candidate.is_file():
                 return candidate
     shipped, rows = _shipped("*.json"), _shipped(f"{PAPER}/*.json")
-    raise ConfigError(f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
-                      f"paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}")
+    raise ConfigError(
+        f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
+        f"paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}"
+    )
 
 
 def _shipped(pattern: str) -> list[str]:
     import ds_configs
 
-    return sorted({str(path.relative_to(folder).with_suffix("")) for folder in ds_configs.__path__
-                   for path in Path(folder).glob(pattern)})
+    return sorted(
+        {
+            str(path.relative_to(folder).with_suffix(""))
+            for folder in ds_configs.__path__
+            for path in Path(folder).glob(pattern)
+        }
+    )
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -74,7 +133,9 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 def load_json(path: Path) -> dict[str, Any]:
     """The object that a file holds, as it stands."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        data = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not JSON: it is not even text in UTF-8") from None
     except json.JSONDecodeError as error:
@@ -115,7 +176,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise ConfigError(f'--set {override}: "{".".join(parts[:depth + 1])}" is a value and has no keys below it')
+            raise ConfigError(f'--set {override}: "{".".join(parts[: depth + 1])}" is a value and has no keys below it')
     node[parts[-1]] = value
 
 
@@ -142,7 +203,7 @@ def parse_config(data: dict[str, Any]) -> RunConfig:
 def _check_deepspeed(config: dict[str, Any]) -> None:
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise ConfigError(f"zero_optimization must be an object such as {{\"stage\": 2}}, got {zero!r}")
+        raise ConfigError(f'zero_optimization must be an object such as {{"stage": 2}}, got {zero!r}')
     stage = zero.get("stage", 0)
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
@@ -158,8 +219,15 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
 
 
 _EXPECTED = {
-    "int_type": "a whole number", "float_type": "a number", "finite_number": "a finite number", "string_type": "text", "bool_type": "true or false",
-    "list_type": "a list", "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
 }
 
 
@@ -179,8 +247,12 @@ def _one_sentence(error: ValidationError) -> str:
         return f"{where} must be one of {context['expected']}, got {given!r}"
     if kind in _EXPECTED:
         return f"{where} must be {_EXPECTED[kind]}, got {given!r}"
-    bounds = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
-              "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
+    bounds = {
+        "greater_than": ("gt", "above"),
+        "greater_than_equal": ("ge", "at least"),
+        "less_than": ("lt", "below"),
+        "less_than_equal": ("le", "at most"),
+    }
     if kind in bounds:
         key, word = bounds[kind]
         return f"{where} must be {word} {context[key]}, got {given!r}"
@@ -206,8 +278,11 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
         splits = {}
         for name in ("train", "val"):
             split = getattr(data, name)
-            update = {key: str((root / _expand(value)).resolve()) for key, value in split.model_dump().items()
-                      if value is not None}
+            update = {
+                key: str((root / _expand(value)).resolve())
+                for key, value in split.model_dump().items()
+                if value is not None
+            }
             splits[name] = split.model_copy(update=update)
         data = data.model_copy(update={**splits, "root": ""})
     detector, run = config.detector, config.run

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 from engine.config.errors import ConfigError, nearest
 from engine.config.keys import split_key, value_at
@@ -38,13 +39,17 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
     values = {setting.key: setting.value for setting in recipe.settings(batch)} | recipe.files()
     own_rule = _own(data, "optimizer.type", recipe, batch)
     if own_rule:
-        raise ConfigError(f'recipe "{name}" trains with {values["optimizer.type"]} but optimizer.type is "{own_rule}": leave the '
-                          f'type out, or name another recipe{nearest(_other_rule(recipe, own_rule), recipe_names())}')
+        raise ConfigError(
+            f'recipe "{name}" trains with {values["optimizer.type"]} but optimizer.type is "{own_rule}": leave the '
+            f"type out, or name another recipe{nearest(_other_rule(recipe, own_rule), recipe_names())}"
+        )
     skipped = _without_say(data, recipe, batch)
     if any(_is_given(data, split) for split in _SPLITS):
         skipped.update(_SPLITS)
     values = {key: value for key, value in values.items() if key not in skipped}
-    _fill_options(data, {key.removeprefix(_OPTIONS): value for key, value in values.items() if key.startswith(_OPTIONS)})
+    _fill_options(
+        data, {key.removeprefix(_OPTIONS): value for key, value in values.items() if key.startswith(_OPTIONS)}
+    )
     for key, value in values.items():
         if not key.startswith(_OPTIONS) and _is_free(data, key):
             _put(data, key, copy.deepcopy(value))
@@ -98,7 +103,9 @@ def _option_lines(setting: Setting, options: Mapping[str, Any]) -> list[str]:
         if inside.startswith(f"{key}."):
             theirs = part_at(as_tree({key: setting.value}), inside)
             text = "nothing" if theirs is ABSENT else _text(theirs)
-            lines.append(f"  {_OPTIONS}{inside} {_text(options[inside])}  (yours, where the recipe has {text}: {_rule(setting)})")
+            lines.append(
+                f"  {_OPTIONS}{inside} {_text(options[inside])}  (yours, where the recipe has {text}: {_rule(setting)})"
+            )
     return lines
 
 
@@ -106,10 +113,18 @@ def _file_line(key: str, given: Any, theirs: Any) -> str:
     """Read files are absolute paths: the recipe's where they end like the recipe's."""
     given_files, their_files = (node if isinstance(node, Mapping) else {"": node} for node in (given, theirs))
     pairs = [(given_files.get(word), name) for word, name in their_files.items()]
-    is_theirs = all(path is not None and Path(path).parts[-len(Path(name).parts):] == Path(name).parts for path, name in pairs)
-    text, other = (", ".join(str(path) for path in files.values() if path is not None) or "left out"
-                   for files in (given_files, their_files))
-    return f"  {key} {text}  (the recipe's files)" if is_theirs else f"  {key} {text}  (yours, where the recipe has {other})"
+    is_theirs = all(
+        path is not None and Path(path).parts[-len(Path(name).parts) :] == Path(name).parts for path, name in pairs
+    )
+    text, other = (
+        ", ".join(str(path) for path in files.values() if path is not None) or "left out"
+        for files in (given_files, their_files)
+    )
+    return (
+        f"  {key} {text}  (the recipe's files)"
+        if is_theirs
+        else f"  {key} {text}  (yours, where the recipe has {other})"
+    )
 
 
 def _text(value: Any) -> str:
@@ -124,7 +139,9 @@ def _find(name: Any) -> Recipe:
     try:
         return find_recipe(name)
     except KeyError:
-        raise ConfigError(f'there is no recipe "{name}"{nearest(name, recipe_names())}: docs/recipes.md lists them') from None
+        raise ConfigError(
+            f'there is no recipe "{name}"{nearest(name, recipe_names())}: docs/recipes.md lists them'
+        ) from None
 
 
 def _batch(data: Mapping[str, Any], name: str) -> int:

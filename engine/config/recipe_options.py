@@ -8,7 +8,8 @@ before it: a recipe's whole backbone behind the user's "backbone.with_cp" would 
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 AUTO = "auto"
 ABSENT = object()

@@ -17,30 +17,41 @@ class Block(BaseModel):
 
 class AblationConfig(Block):
     no_fpn: bool = Field(False, description="heads on the backbone's last map instead of a pyramid")
-    independent_heads: bool = Field(False, description="a dense head (RetinaNet's, or the RPN) of its own for every level")
+    independent_heads: bool = Field(
+        False, description="a dense head (RetinaNet's, or the RPN) of its own for every level"
+    )
     ignored_pixels: float = Field(0.0, ge=0, lt=1, description="share of pixels left out of the dense head's loss")
 
 
 class DetectorConfig(Block):
     config: str = Field(
-        description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)")
-    options: dict[str, Any] = Field({}, description='dotted changes to the mmdet model, e.g. {"backbone.depth": 18}; '
-                                                    "of a timm model, arguments of timm.create_model")
-    load_from: str | None = Field(None, description="weights to start from: a detector or a backbone, .pth or .safetensors")
+        description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)"
+    )
+    options: dict[str, Any] = Field(
+        {},
+        description='dotted changes to the mmdet model, e.g. {"backbone.depth": 18}; '
+        "of a timm model, arguments of timm.create_model",
+    )
+    load_from: str | None = Field(
+        None, description="weights to start from: a detector or a backbone, .pth or .safetensors"
+    )
     drop_mismatched: bool = Field(
-        False, description="leave out tensors of load_from with another shape, such as heads for other classes")
+        False, description="leave out tensors of load_from with another shape, such as heads for other classes"
+    )
     frozen: list[str] = Field([], description="prefixes of parameters that are not trained")
     ablation: AblationConfig = Field(AblationConfig(), description="the paper's ablations (docs/recipes.md)")
     sync_bn: bool = Field(False, description="batch-norm statistics over all ranks")
     checkpoint_activations: list[str] = Field([], description="prefixes whose blocks are recomputed in backward")
     zero_init: bool = Field(False, description="build the model already partitioned (ZeRO-3, models that do not fit)")
     skippable: list[str] = Field(
-        [], description="prefixes of modules that some ranks may skip in a step: kept whole under ZeRO-3")
+        [], description="prefixes of modules that some ranks may skip in a step: kept whole under ZeRO-3"
+    )
 
 
 class SplitConfig(Block):
     annotations: str | None = Field(
-        None, description="annotation file in COCO form (coco), or folder of PNGs of class numbers (ade20k)")
+        None, description="annotation file in COCO form (coco), or folder of PNGs of class numbers (ade20k)"
+    )
     images: str = Field(description="image folder (coco, ade20k), or folder of class folders (folders)")
     panoptic: str | None = Field(None, description="folder of panoptic PNGs (panoptic task)")
 
@@ -55,10 +66,18 @@ class ShapesConfig(Block):
 
 class ClassificationConfig(Block):
     image_size: int = Field(224, ge=16, description="side in pixels of the squares that the classifier sees")
-    crop_scale: list[float] = Field([0.08, 1.0], min_length=2, max_length=2,
-                                    description="least and greatest share of an image's area in a training crop")
+    crop_scale: list[float] = Field(
+        [0.08, 1.0],
+        min_length=2,
+        max_length=2,
+        description="least and greatest share of an image's area in a training crop",
+    )
     eval_crop: float | None = Field(
-        None, gt=0, le=1, description="share of the shorter side kept in evaluation; default: timm's of the model, or 0.875")
+        None,
+        gt=0,
+        le=1,
+        description="share of the shorter side kept in evaluation; default: timm's of the model, or 0.875",
+    )
     color_jitter: float = Field(0.4, ge=0, description="change of brightness, contrast, saturation (no auto_augment)")
     auto_augment: str | None = Field(None, description='timm\'s name of an augmentation, e.g. "rand-m9-mstd0.5"')
     random_erasing: float = Field(0.25, ge=0, le=1, description="probability of Random Erasing, with noise")
@@ -67,58 +86,77 @@ class ClassificationConfig(Block):
     label_smoothing: float = Field(0.1, ge=0, lt=1, description="weight of the uniform distribution in the targets")
 
     @model_validator(mode="after")
-    def _ordered(self) -> "ClassificationConfig":
+    def _ordered(self) -> ClassificationConfig:
         low, high = self.crop_scale
         if not 0 < low <= high <= 1:
-            raise ValueError("data.classification.crop_scale must be two shares above 0 and at most 1, the smaller first, "
-                             f"got {self.crop_scale}")
+            raise ValueError(
+                "data.classification.crop_scale must be two shares above 0 and at most 1, the smaller first, "
+                f"got {self.crop_scale}"
+            )
         return self
 
 
 class DataConfig(Block):
     task: Literal["detection", "instance", "panoptic", "semantic", "classification"] = Field(
-        "detection", description="boxes; boxes and masks; things and stuff; a class for each pixel; one class for each image")
+        "detection",
+        description="boxes; boxes and masks; things and stuff; a class for each pixel; one class for each image",
+    )
     dataset: Literal["coco", "ade20k", "shapes", "folders"] = Field(
-        "coco", description="files in COCO layout (also Objects365 and COCO-panoptic); in ADE20K's, for semantic; the "
-                            "embedded data set; or images in a folder for each class. Classification cuts out the objects "
-                            "of coco and shapes")
+        "coco",
+        description="files in COCO layout (also Objects365 and COCO-panoptic); in ADE20K's, for semantic; the "
+        "embedded data set; or images in a folder for each class. Classification cuts out the objects "
+        "of coco and shapes",
+    )
     root: str = Field("", description="folder that the paths of train and val are relative to")
     train: SplitConfig | None = Field(None, description="training split (all but shapes)")
     val: SplitConfig | None = Field(None, description="validation split (all but shapes)")
     shapes: ShapesConfig = Field(ShapesConfig(), description="size of the embedded data set (shapes)")
     classification: ClassificationConfig = Field(
-        ClassificationConfig(), description="images and targets of a classifier (classification)")
-    scale: list[int] = Field([1333, 800], min_length=2, max_length=2,
-                             description="longer and shorter side that images are resized to fit")
+        ClassificationConfig(), description="images and targets of a classifier (classification)"
+    )
+    scale: list[int] = Field(
+        [1333, 800], min_length=2, max_length=2, description="longer and shorter side that images are resized to fit"
+    )
     train_scales: list[list[int]] | None = Field(
-        None, description="two scales to draw from uniformly while training, instead of `scale`")
+        None, description="two scales to draw from uniformly while training, instead of `scale`"
+    )
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     augmentation: list[dict[str, Any]] = Field(
-        [], description="further mmdet transforms, after the flip, as mmdet writes them")
+        [], description="further mmdet transforms, after the flip, as mmdet writes them"
+    )
     keep_empty: bool = Field(False, description="train on images without objects too")
     group_by_aspect: bool = Field(False, description="micro-batches of like orientation inside a global batch")
     workers: int = Field(2, ge=0, le=64, description="loader processes for each rank")
 
     @model_validator(mode="after")
-    def _complete(self) -> "DataConfig":
+    def _complete(self) -> DataConfig:
         if self.dataset == "folders" and self.task != "classification":
-            raise ValueError(f'data.dataset "folders" has classes and no objects, but data.task is "{self.task}": '
-                             'set it to "classification"')
+            raise ValueError(
+                f'data.dataset "folders" has classes and no objects, but data.task is "{self.task}": '
+                'set it to "classification"'
+            )
         if (self.task == "semantic") != (self.dataset == "ade20k") and self.dataset != "shapes":
-            raise ValueError(f'data.task "{self.task}" cannot be trained on data.dataset "{self.dataset}": semantic goes with '
-                             'ade20k (or shapes), and nothing else does')
+            raise ValueError(
+                f'data.task "{self.task}" cannot be trained on data.dataset "{self.dataset}": semantic goes with '
+                "ade20k (or shapes), and nothing else does"
+            )
         if self.task == "semantic" and (self.group_by_aspect or self.keep_empty):
-            raise ValueError(f"data.{'group_by_aspect' if self.group_by_aspect else 'keep_empty'} is for data sets that list "
-                             "sizes and objects, which a semantic one does not: remove it")
+            raise ValueError(
+                f"data.{'group_by_aspect' if self.group_by_aspect else 'keep_empty'} is for data sets that list "
+                "sizes and objects, which a semantic one does not: remove it"
+            )
         if self.task == "classification":
             odd = [name for name in _DETECTION_ONLY if getattr(self, name) != type(self).model_fields[name].default]
             if odd:
-                raise ValueError(f"data.{odd[0]} is for detectors: data.classification says how a classifier sees images")
+                raise ValueError(
+                    f"data.{odd[0]} is for detectors: data.classification says how a classifier sees images"
+                )
         for name in ("train", "val") if self.dataset != "shapes" else ():
             split = getattr(self, name)
             if split is None:
                 form = {"folders": '{"images": FOLDER}', "ade20k": '{"annotations": FOLDER, "images": FOLDER}'}.get(
-                    self.dataset, '{"annotations": FILE, "images": FOLDER}')
+                    self.dataset, '{"annotations": FILE, "images": FOLDER}'
+                )
                 raise ValueError(f'data.{name} is missing: give {form}, or set data.dataset to "shapes"')
             if split.annotations is None and self.dataset in ("coco", "ade20k"):
                 raise ValueError(f'the key "data.{name}.annotations" is missing')
@@ -127,7 +165,8 @@ class DataConfig(Block):
         if min(self.scale) < 16:
             raise ValueError(f"data.scale must be two sides of at least 16 pixels, got {self.scale}")
         if self.train_scales is not None and (
-                len(self.train_scales) != 2 or any(len(s) != 2 or min(s) < 16 for s in self.train_scales)):
+            len(self.train_scales) != 2 or any(len(s) != 2 or min(s) < 16 for s in self.train_scales)
+        ):
             raise ValueError(f"data.train_scales must be two [longer, shorter] pairs, got {self.train_scales}")
         return self
 
@@ -136,12 +175,18 @@ _DETECTION_ONLY = ("scale", "train_scales", "augmentation", "keep_empty", "group
 
 
 class ParamwiseConfig(Block):
-    norm_decay: bool = Field(True, description="weight decay on normalisation layers, other scales of one dimension, and "
-                                               "Swin's tables of positions")
+    norm_decay: bool = Field(
+        True,
+        description="weight decay on normalisation layers, other scales of one dimension, and "
+        "Swin's tables of positions",
+    )
     bias_decay: bool = Field(True, description="weight decay on biases")
-    lr_mult: dict[str, Annotated[float, Field(ge=0)]] = Field({}, description='learning-rate factor by prefix, e.g. {"backbone": 0.1}')
+    lr_mult: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {}, description='learning-rate factor by prefix, e.g. {"backbone": 0.1}'
+    )
     layer_decay: float | None = Field(
-        None, gt=0, le=1, description="learning-rate factor per backbone layer, counted from the head down")
+        None, gt=0, le=1, description="learning-rate factor per backbone layer, counted from the head down"
+    )
 
 
 class SamConfig(Block):
@@ -152,7 +197,9 @@ class OptimizerConfig(Block):
     type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)")
     params: dict[str, Any] = Field({}, description="its arguments, with torch's meaning")
     paramwise: ParamwiseConfig = Field(ParamwiseConfig(), description="exceptions for some parameters")
-    sam: SamConfig | None = Field(None, description="sharpness-aware minimisation over this optimizer, at twice the computation")
+    sam: SamConfig | None = Field(
+        None, description="sharpness-aware minimisation over this optimizer, at twice the computation"
+    )
 
 
 class ScheduleConfig(Block):
@@ -169,7 +216,7 @@ class ScheduleConfig(Block):
     min_factor: float = Field(0.0, ge=0, le=1, description="poly and cosine: factor at the end")
 
     @model_validator(mode="after")
-    def _one_length(self) -> "ScheduleConfig":
+    def _one_length(self) -> ScheduleConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("schedule needs exactly one of epochs and steps")
         if self.warmup_steps is not None and self.warmup_epochs is not None:
@@ -183,18 +230,25 @@ class RunSettings(Block):
     seed: int = Field(0, ge=0, description="everything random derives from it")
     work_dir: str | None = Field(None, description="where records go; default work_dirs/<name>-<time>")
     eval_interval: float | None = Field(
-        None, ge=0, description="epochs between evaluations; 0 never, default: at the end")
+        None, ge=0, description="epochs between evaluations; 0 never, default: at the end"
+    )
     eval_backend: Literal["pycocotools", "faster-coco-eval"] = Field("pycocotools", description="who computes AP")
     eval_batch_size: int = Field(1, ge=1, description="images at a time in evaluation, on each rank")
     checkpoint_interval: float | None = Field(
-        1.0, ge=0, description="epochs between checkpoints, parts of one allowed, and at the end; 0 never, null: only at the end")
+        1.0,
+        ge=0,
+        description="epochs between checkpoints, parts of one allowed, and at the end; 0 never, null: only at the end",
+    )
     keep_last: int = Field(2, ge=1, description="how many checkpoints are kept")
     keep_best: str | None = Field(
-        "auto", description="metric whose best checkpoint is kept as well; auto: the first one, null: none")
+        "auto", description="metric whose best checkpoint is kept as well; auto: the first one, null: none"
+    )
     on_save_error: Literal["stop", "continue"] = Field(
-        "stop", description="what to do where a checkpoint cannot be written, such as on a full disk")
+        "stop", description="what to do where a checkpoint cannot be written, such as on a full disk"
+    )
     ema: float | None = Field(
-        None, gt=0, lt=1, description="decay of an average of the weights, kept on the fp32 shards, e.g. 0.9998")
+        None, gt=0, lt=1, description="decay of an average of the weights, kept on the fp32 shards, e.g. 0.9998"
+    )
     log_interval: int = Field(10, ge=1, description="optimizer steps between lines where the output is no terminal")
     max_nonfinite: int = Field(3, ge=1, description="non-finite losses in a row that stop the run")
     draw: int = Field(6, ge=0, le=64, description="validation images drawn at the end")
@@ -211,16 +265,22 @@ class RunConfig(Block):
     deepspeed: dict[str, Any]
 
     @model_validator(mode="after")
-    def _model_fits_task(self) -> "RunConfig":
+    def _model_fits_task(self) -> RunConfig:
         classifier = self.detector.config.startswith("timm::")
         if classifier and self.data.task != "classification":
-            raise ValueError(f'detector.config "{self.detector.config}" is a classifier but data.task is '
-                             f'"{self.data.task}": set data.task to "classification"')
+            raise ValueError(
+                f'detector.config "{self.detector.config}" is a classifier but data.task is '
+                f'"{self.data.task}": set data.task to "classification"'
+            )
         if classifier and self.detector.ablation != AblationConfig():
-            raise ValueError(f'detector.ablation is for detectors, and "{self.detector.config}" is a classifier: remove it')
+            raise ValueError(
+                f'detector.ablation is for detectors, and "{self.detector.config}" is a classifier: remove it'
+            )
         if self.data.task == "classification" and not classifier:
-            raise ValueError(f'data.task is "classification" but detector.config "{self.detector.config}" is no '
-                             'classifier: give one of timm, such as "timm::resnet18"')
+            raise ValueError(
+                f'data.task is "classification" but detector.config "{self.detector.config}" is no '
+                'classifier: give one of timm, such as "timm::resnet18"'
+            )
         return self
 
     def to_json(self) -> dict[str, Any]:

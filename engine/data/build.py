@@ -8,8 +8,15 @@ from typing import Any
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError, build_dataset, check_same_classes, read_annotations, read_classes, \
-    settle_file_names
+from engine.data.coco import (
+    Classes,
+    DataError,
+    build_dataset,
+    check_same_classes,
+    read_annotations,
+    read_classes,
+    settle_file_names,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +50,11 @@ def _shapes_split(root: Path, split: str, task: str) -> SplitConfig:
         ade, name = root / "ADEChallengeData2016", {"train": "training", "val": "validation"}[split]
         return SplitConfig(annotations=str(ade / "annotations" / name), images=str(ade / "images" / name))
     if task == "panoptic":
-        return SplitConfig(annotations=str(folder / f"panoptic_{split}2017.json"), images=str(root / f"{split}2017"),
-                           panoptic=str(folder / f"panoptic_{split}2017"))
+        return SplitConfig(
+            annotations=str(folder / f"panoptic_{split}2017.json"),
+            images=str(root / f"{split}2017"),
+            panoptic=str(folder / f"panoptic_{split}2017"),
+        )
     return SplitConfig(annotations=str(folder / f"instances_{split}2017.json"), images=str(root / f"{split}2017"))
 
 
@@ -61,8 +71,13 @@ def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
     panoptic = data.task == "panoptic"
     classes = read_classes(contents["train"], panoptic=panoptic)
     check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotations)
-    datasets = {name: build_dataset(data, files[name], classes, training=name == "train", content=contents[name])
-                for name in files}
+    datasets = {
+        name: build_dataset(data, files[name], classes, training=name == "train", content=contents[name])
+        for name in files
+    }
     # Training keeps no second copy of its annotations: of Objects365 that would be gigabytes on every rank.
-    return (Split(dataset=datasets["train"], content={}, files=files["train"]),
-            Split(dataset=datasets["val"], content=contents["val"], files=files["val"]), classes)
+    return (
+        Split(dataset=datasets["train"], content={}, files=files["train"]),
+        Split(dataset=datasets["val"], content=contents["val"], files=files["val"]),
+        classes,
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -13,8 +14,7 @@ from PIL import Image
 from engine import distributed
 from engine.config.errors import ConfigError
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError, check_same_classes, read_annotations, read_classes, \
-    settle_file_names
+from engine.data.coco import Classes, DataError, check_same_classes, read_annotations, read_classes, settle_file_names
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # Side of the square around an object, in units of the longer side of its box: some surroundings belong to a picture.
@@ -78,18 +78,28 @@ def image_transform(data: DataConfig, model_name: str, *, training: bool) -> Cal
         known = get_pretrained_cfg(model_name)
     except RuntimeError as error:
         raise ConfigError(f'timm has no model "{model_name}" ({error})') from None
-    resolved = resolve_data_config({"img_size": settings.image_size, "crop_pct": settings.eval_crop},
-                                   pretrained_cfg=known.to_dict() if known is not None else None)
+    resolved = resolve_data_config(
+        {"img_size": settings.image_size, "crop_pct": settings.eval_crop},
+        pretrained_cfg=known.to_dict() if known is not None else None,
+    )
     if not training:
         return create_transform(**resolved)
     try:
         return create_transform(
-            **resolved, is_training=True, scale=tuple(settings.crop_scale), hflip=data.flip,
-            color_jitter=settings.color_jitter or None, auto_augment=settings.auto_augment,
-            re_prob=settings.random_erasing, re_mode="pixel")
+            **resolved,
+            is_training=True,
+            scale=tuple(settings.crop_scale),
+            hflip=data.flip,
+            color_jitter=settings.color_jitter or None,
+            auto_augment=settings.auto_augment,
+            re_prob=settings.random_erasing,
+            re_mode="pixel",
+        )
     except (AssertionError, KeyError, ValueError) as error:  # of the text, which timm takes apart
-        raise ConfigError(f'data.classification.auto_augment "{settings.auto_augment}" is not understood by timm '
-                          f'({type(error).__name__}: {error}): give for instance "rand-m9-mstd0.5"') from None
+        raise ConfigError(
+            f'data.classification.auto_augment "{settings.auto_augment}" is not understood by timm '
+            f'({type(error).__name__}: {error}): give for instance "rand-m9-mstd0.5"'
+        ) from None
 
 
 def list_files(paths: Sequence[Path]) -> Listing:
@@ -108,8 +118,9 @@ def list_split(files: SplitConfig, classes: Classes | None) -> tuple[Listing, Cl
         listing, own = list_objects(files)
     if classes is None:
         return listing, own
-    check_same_classes(classes, own, files.annotations or files.images,
-                       kind="annotations" if files.annotations else "folders")
+    check_same_classes(
+        classes, own, files.annotations or files.images, kind="annotations" if files.annotations else "folders"
+    )
     place = {name: label for label, name in enumerate(classes.things)}
     labels = np.array([place[name] for name in own.things])[listing.labels]
     return replace(listing, labels=labels), classes
@@ -131,8 +142,10 @@ def list_class_folders(folder: Path) -> tuple[Listing, Classes]:
     except OSError as error:
         raise DataError(f"image folder {error.filename or folder} cannot be read: {error.strerror}") from None
     if not counts:
-        raise DataError(f"{folder} holds no class folders: the images of each class lie in a folder of its name, "
-                        f"such as {folder}/cat/1.jpg")
+        raise DataError(
+            f"{folder} holds no class folders: the images of each class lie in a folder of its name, "
+            f"such as {folder}/cat/1.jpg"
+        )
     labels = np.repeat(np.arange(len(counts)), list(counts.values()))
     listing = Listing(folder=str(folder), names=np.array(names), labels=labels)
     return listing, Classes(tuple(counts), (), tuple(range(1, len(counts) + 1)))
@@ -158,6 +171,10 @@ def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
             boxes.append((x + width / 2 - half, y + height / 2 - half, x + width / 2 + half, y + height / 2 + half))
     if not names:
         raise DataError(f"no image of {files.annotations} has an object that could be cut out")
-    listing = Listing(folder=files.images, names=np.array(names), labels=np.array(labels),
-                      boxes=np.array(boxes).round().astype(np.int32))
+    listing = Listing(
+        folder=files.images,
+        names=np.array(names),
+        labels=np.array(labels),
+        boxes=np.array(boxes).round().astype(np.int32),
+    )
     return listing, classes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 from engine.config.errors import UserError, nearest
 from engine.config.schema import DataConfig, SplitConfig
@@ -32,7 +33,7 @@ class Classes(NamedTuple):
         return meta | (dict(thing_classes=list(self.things), stuff_classes=list(self.stuff)) if self.stuff else {})
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> "Classes":
+    def from_meta(cls, meta: Mapping[str, Any]) -> Classes:
         """Of a weight file that names its classes. One of mmdet has no ids."""
         names = tuple(meta["classes"])
         things = len(names) - len(meta.get("stuff_classes", ()))
@@ -62,16 +63,20 @@ def read_annotations(path: str) -> dict[str, Any]:
 
 def _check_entries(content: dict[str, Any], path: str) -> None:
     """Every entry has what readers take for granted; the first that has not is told by its place in the list."""
-    for key, needed in (("images", ("id", "file_name", "height", "width")), ("categories", ("id", "name")),
-                        ("annotations", ("image_id",))):
+    for key, needed in (
+        ("images", ("id", "file_name", "height", "width")),
+        ("categories", ("id", "name")),
+        ("annotations", ("image_id",)),
+    ):
         for place, entry in enumerate(content[key]):
             lacking = [n for n in needed if n not in entry] if isinstance(entry, dict) else list(needed)
             if key == "annotations" and not lacking and "segments_info" not in entry:
                 lacking = [] if "category_id" in entry else ["category_id"]
                 box = entry.get("bbox", [0, 0, 0, 0])
                 if not isinstance(box, list) or len(box) != 4 or not all(isinstance(v, (int, float)) for v in box):
-                    raise DataError(f"annotation file {path}: annotations[{place}].bbox must be [x, y, width, height], "
-                                    f"got {box!r}")
+                    raise DataError(
+                        f"annotation file {path}: annotations[{place}].bbox must be [x, y, width, height], got {box!r}"
+                    )
             if lacking:
                 raise DataError(f'annotation file {path} is not in COCO form: {key}[{place}] has no "{lacking[0]}"')
     for key, field in (("images", "id"), ("categories", "id"), ("categories", "name")):
@@ -85,16 +90,19 @@ def read_classes(content: dict[str, Any], *, panoptic: bool) -> Classes:
     categories = content["categories"]
     things = [c for c in categories if not panoptic or c.get("isthing", 1)]
     stuff = [c for c in categories if panoptic and not c.get("isthing", 1)]
-    return Classes(tuple(c["name"] for c in things), tuple(c["name"] for c in stuff),
-                   tuple(c["id"] for c in things + stuff))
+    return Classes(
+        tuple(c["name"] for c in things), tuple(c["name"] for c in stuff), tuple(c["id"] for c in things + stuff)
+    )
 
 
 def check_same_classes(train: Classes, val: Classes, val_path: str, *, kind: str = "annotations") -> None:
     if set(train.all) != set(val.all):
         odd = sorted(set(train.all) ^ set(val.all))[0]
         side, other = ("training", "validation") if odd in train.all else ("validation", "training")
-        raise DataError(f'class "{odd}" is in the {side} {kind} but not in the {other} ones ({val_path})'
-                        + nearest(odd, set(train.all) & set(val.all)))
+        raise DataError(
+            f'class "{odd}" is in the {side} {kind} but not in the {other} ones ({val_path})'
+            + nearest(odd, set(train.all) & set(val.all))
+        )
 
 
 def train_pipeline(data: DataConfig, load: Any) -> list[Any]:
@@ -103,21 +111,30 @@ def train_pipeline(data: DataConfig, load: Any) -> list[Any]:
         resize = dict(type="RandomResize", scale=[tuple(s) for s in data.train_scales], keep_ratio=True)
     else:
         resize = dict(type="Resize", scale=tuple(data.scale), keep_ratio=True)
-    return [dict(type="LoadImageFromFile", backend_args=None), load, resize,
-            dict(type="RandomFlip", prob=data.flip), *[dict(step) for step in data.augmentation],
-            dict(type="PackDetInputs")]
+    return [
+        dict(type="LoadImageFromFile", backend_args=None),
+        load,
+        resize,
+        dict(type="RandomFlip", prob=data.flip),
+        *[dict(step) for step in data.augmentation],
+        dict(type="PackDetInputs"),
+    ]
 
 
 def test_pipeline(data: DataConfig, load_truth: Any = None) -> list[Any]:
     """`load_truth` puts under `truth` what each rank scores its images against, where no rank can do so for all."""
     keys = ("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")
-    return [dict(type="LoadImageFromFile", backend_args=None),
-            dict(type="Resize", scale=tuple(data.scale), keep_ratio=True), *([] if load_truth is None else [load_truth]),
-            dict(type="PackDetInputs", meta_keys=keys if load_truth is None else (*keys, "truth", "shown"))]
+    return [
+        dict(type="LoadImageFromFile", backend_args=None),
+        dict(type="Resize", scale=tuple(data.scale), keep_ratio=True),
+        *([] if load_truth is None else [load_truth]),
+        dict(type="PackDetInputs", meta_keys=keys if load_truth is None else (*keys, "truth", "shown")),
+    ]
 
 
-def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool,
-                  content: dict[str, Any]) -> Any:
+def build_dataset(
+    data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool, content: dict[str, Any]
+) -> Any:
     """An mmdet data set over one split."""
     from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
 
@@ -125,29 +142,49 @@ def build_dataset(data: DataConfig, split: SplitConfig, classes: Classes, *, tra
     if training and not data.keep_empty:
         images_with_objects(content, classes, split.annotations)  # mmdet fails on an empty list (3.5.1)
     options: dict[str, Any] = dict(
-        content=content, data_prefix=dict(img=split.images), test_mode=not training,
-        filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None)
+        content=content,
+        data_prefix=dict(img=split.images),
+        test_mode=not training,
+        filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None,
+    )
     if data.task == "panoptic":
         from engine.data.panoptic import LoadPanoptic, LoadTruth, PanopticCoco
 
         pipeline = train_pipeline(data, LoadPanoptic()) if training else test_pipeline(data, LoadTruth())
-        return PanopticCoco(classes=classes, source=split.annotations, folder=split.panoptic, pipeline=pipeline, **options)
+        return PanopticCoco(
+            classes=classes, source=split.annotations, folder=split.panoptic, pipeline=pipeline, **options
+        )
     load = dict(type="LoadAnnotations", with_bbox=True, with_mask=data.task == "instance")
-    return GigadetCoco(metainfo=dict(classes=classes.all), ann_file=split.annotations,
-                       pipeline=train_pipeline(data, load) if training else test_pipeline(data), **options)
+    return GigadetCoco(
+        metainfo=dict(classes=classes.all),
+        ann_file=split.annotations,
+        pipeline=train_pipeline(data, load) if training else test_pipeline(data),
+        **options,
+    )
 
 
 def images_with_objects(content: dict[str, Any], classes: Classes, path: str) -> set[int]:
     """The images that the filter of empty ones leaves: those with a box, or with a segment of a thing."""
     images = {image["id"] for image in content["images"]}
-    things = set(classes.category_ids[:len(classes.things)])
-    left = {annotation["image_id"] for annotation in content["annotations"] if annotation["image_id"] in images and (
-        "bbox" in annotation and annotation["category_id"] in things
-        or any(segment["category_id"] in things and not segment.get("iscrowd")
-               for segment in annotation.get("segments_info", ())))}
+    things = set(classes.category_ids[: len(classes.things)])
+    left = {
+        annotation["image_id"]
+        for annotation in content["annotations"]
+        if annotation["image_id"] in images
+        and (
+            "bbox" in annotation
+            and annotation["category_id"] in things
+            or any(
+                segment["category_id"] in things and not segment.get("iscrowd")
+                for segment in annotation.get("segments_info", ())
+            )
+        )
+    }
     if not left:
-        raise DataError(f"no image of {path} has an annotated object: "
-                        "set data.keep_empty to true to train on empty images all the same")
+        raise DataError(
+            f"no image of {path} has an annotated object: "
+            "set data.keep_empty to true to train on empty images all the same"
+        )
     return left
 
 
@@ -161,22 +198,31 @@ def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) 
     if data.task == "instance":
         bare = [place for place, a in enumerate(content["annotations"]) if not a.get("segmentation")]
         if len(bare) == len(content["annotations"]):
-            raise DataError(f'data.task is "instance" but {split.annotations} has no masks (no "segmentation"): '
-                            'use data.task "detection"')
+            raise DataError(
+                f'data.task is "instance" but {split.annotations} has no masks (no "segmentation"): '
+                'use data.task "detection"'
+            )
         if bare:
-            raise DataError(f'data.task is "instance" but {len(bare)} annotations of {split.annotations} have no mask, '
-                            f'first annotations[{bare[0]}]: give them a "segmentation" or use data.task "detection"')
+            raise DataError(
+                f'data.task is "instance" but {len(bare)} annotations of {split.annotations} have no mask, '
+                f'first annotations[{bare[0]}]: give them a "segmentation" or use data.task "detection"'
+            )
     if data.task == "panoptic":
         if split.panoptic is None or not Path(split.panoptic).is_dir():
-            raise DataError(f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}')
+            raise DataError(
+                f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}'
+            )
         from engine.data.panoptic import check_segments
 
         check_segments(content, split.annotations)
 
 
 # Listed by the JSON of Objects365's second version and in none of its archives (mmdet's datasets/objects365.py).
-_OBJECTS365_LACKS = ("patch16/objects365_v2_00908726.jpg", "patch6/objects365_v1_00320532.jpg",
-                     "patch6/objects365_v1_00320534.jpg")
+_OBJECTS365_LACKS = (
+    "patch16/objects365_v2_00908726.jpg",
+    "patch6/objects365_v1_00320532.jpg",
+    "patch6/objects365_v1_00320534.jpg",
+)
 
 
 def settle_file_names(content: dict[str, Any], folder: str) -> None:
@@ -185,8 +231,11 @@ def settle_file_names(content: dict[str, Any], folder: str) -> None:
     Objects365's second version names `images/v1/patch8/NAME.jpg`, and its archives unpack to `patch8/NAME.jpg`. They lack
     three images, which go with their annotations.
     """
-    lacking = {image["id"] for image in content["images"]
-               if str(image["file_name"]).endswith(_OBJECTS365_LACKS) and not Path(folder, image["file_name"]).is_file()}
+    lacking = {
+        image["id"]
+        for image in content["images"]
+        if str(image["file_name"]).endswith(_OBJECTS365_LACKS) and not Path(folder, image["file_name"]).is_file()
+    }
     if len(lacking) < len(content["images"]):
         content["images"] = [image for image in content["images"] if image["id"] not in lacking]
         content["annotations"] = [a for a in content["annotations"] if a["image_id"] not in lacking]

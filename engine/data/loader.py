@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.utils.data import DataLoader, Subset
 
@@ -30,8 +31,13 @@ def _begin_worker(_: int) -> None:
 
 
 def training_loader(dataset: Any, seed: int, micro_batches: RankMicroBatches, *, workers: int) -> DataLoader:
-    return DataLoader(SeededDataset(dataset, seed), batch_sampler=micro_batches, collate_fn=collate,
-                      num_workers=workers, worker_init_fn=_begin_worker)
+    return DataLoader(
+        SeededDataset(dataset, seed),
+        batch_sampler=micro_batches,
+        collate_fn=collate,
+        num_workers=workers,
+        worker_init_fn=_begin_worker,
+    )
 
 
 class _ByIndex:
@@ -48,8 +54,7 @@ class _ByIndex:
 def evaluation_loader(dataset: Any, *, rank: int, world: int, batch: int, workers: int) -> DataLoader:
     """Images rank, rank + world, ...: each of the data set is on exactly one rank."""
     share = Subset(_ByIndex(dataset), range(rank, len(dataset), world))
-    return DataLoader(share, batch_size=batch, collate_fn=collate, num_workers=workers,
-                      worker_init_fn=_begin_worker)
+    return DataLoader(share, batch_size=batch, collate_fn=collate, num_workers=workers, worker_init_fn=_begin_worker)
 
 
 def readable(batches: DataLoader) -> Iterator[Any]:

@@ -36,9 +36,12 @@ class GigadetCoco(CocoDataset):
             annotation.setdefault("area", annotation["bbox"][2] * annotation["bbox"][3])
             by_image[annotation["image_id"]].append(annotation)
             self.cat_img_map[annotation["category_id"]].add(annotation["image_id"])
-        return [self.parse_data_info({"raw_ann_info": by_image[image["id"]],
-                                      "raw_img_info": {**image, "img_id": image["id"]}})
-                for image in content["images"]]
+        return [
+            self.parse_data_info(
+                {"raw_ann_info": by_image[image["id"]], "raw_img_info": {**image, "img_id": image["id"]}}
+            )
+            for image in content["images"]
+        ]
 
 
 class Unreadable:

@@ -8,7 +8,8 @@ r of N) is its j-th slice, whoever computes it.
 from __future__ import annotations
 
 import math
-from typing import Iterator, NamedTuple, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,4 +63,4 @@ class RankMicroBatches:
             keys = self.batches[step]
             for k in range(self.plan.accumulation):
                 j = k * self.plan.world + self.rank
-                yield keys[j * micro:(j + 1) * micro]
+                yield keys[j * micro : (j + 1) * micro]

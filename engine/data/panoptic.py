@@ -13,9 +13,11 @@ import cv2
 import numpy as np
 
 from engine.data.coco import Classes, DataError
-from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
+from engine.data.mmdet_coco import GigadetCoco
 from engine.data.panoptic_map import PanopticMap, read_ids
+from engine.mmdet_setup import import_mmdet
 
+import_mmdet()
 from mmdet.datasets.transforms import LoadAnnotations  # noqa: E402
 from mmdet.structures.mask import BitmapMasks  # noqa: E402
 
@@ -29,8 +31,9 @@ class PanopticCoco(GigadetCoco):
 
     def __init__(self, *, classes: Classes, source: str, folder: str, **options: Any) -> None:
         self._classes, self._source, self._folder = classes, source, folder
-        super().__init__(metainfo=dict(classes=classes.all, thing_classes=classes.things,
-                                       stuff_classes=classes.stuff), **options)
+        super().__init__(
+            metainfo=dict(classes=classes.all, thing_classes=classes.things, stuff_classes=classes.stuff), **options
+        )
 
     def load_data_list(self) -> list[dict]:
         content, self._content = self._content, {}
@@ -43,11 +46,18 @@ class PanopticCoco(GigadetCoco):
         segments = []
         for segment in annotation["segments_info"]:
             label, crowd = labels[segment["category_id"]], bool(segment.get("iscrowd"))
-            segments.append(dict(id=segment["id"], label=label, crowd=crowd,
-                                 object=label < len(self._classes.things) and not crowd))
-        return dict(img_path=str(Path(self.data_prefix["img"]) / image["file_name"]), img_id=image["id"],
-                    height=image["height"], width=image["width"], segments=segments,
-                    png=str(Path(self._folder) / annotation["file_name"]), source=self._source)
+            segments.append(
+                dict(id=segment["id"], label=label, crowd=crowd, object=label < len(self._classes.things) and not crowd)
+            )
+        return dict(
+            img_path=str(Path(self.data_prefix["img"]) / image["file_name"]),
+            img_id=image["id"],
+            height=image["height"],
+            width=image["width"],
+            segments=segments,
+            png=str(Path(self._folder) / annotation["file_name"]),
+            source=self._source,
+        )
 
     def filter_data(self) -> list[dict]:
         """Without images that show no object, as mmdet trains panoptic detectors, unless they are asked for."""
@@ -62,8 +72,10 @@ class PanopticCoco(GigadetCoco):
 def check_segments(content: dict[str, Any], path: str) -> None:
     """Every image has its entry, every segment an id of its own and a known category, and a byte can hold the classes."""
     if len(content["categories"]) > IGNORED:
-        raise DataError(f"annotation file {path} lists {len(content['categories'])} categories, but panoptic training takes at "
-                        f"most {IGNORED}, for a pixel of its maps is a byte and {IGNORED} stands for void: join or remove some")
+        raise DataError(
+            f"annotation file {path} lists {len(content['categories'])} categories, but panoptic training takes at "
+            f"most {IGNORED}, for a pixel of its maps is a byte and {IGNORED} stands for void: join or remove some"
+        )
     categories = {category["id"] for category in content["categories"]}
     known = set()
     for place, annotation in enumerate(content["annotations"]):
@@ -82,8 +94,9 @@ def check_segments(content: dict[str, Any], path: str) -> None:
             if type(segment["id"]) is not int:
                 raise DataError(f'{where} has a segment whose "id" must be a whole number, got {segment["id"]!r}')
             if not isinstance(segment["category_id"], (int, str)) or segment["category_id"] not in categories:
-                raise DataError(f"{where} has a segment of category {segment['category_id']}, "
-                                "which is not among the categories")
+                raise DataError(
+                    f"{where} has a segment of category {segment['category_id']}, which is not among the categories"
+                )
             if segment["id"] in ids:
                 raise DataError(f"{where} has the segment {segment['id']} twice")
             ids.add(segment["id"])
@@ -92,7 +105,9 @@ def check_segments(content: dict[str, Any], path: str) -> None:
         known.add(annotation["image_id"])
     for image in content["images"]:
         if image["id"] not in known:
-            raise DataError(f"annotation file {path}: image {image['file_name']} has no segments (no entry in annotations)")
+            raise DataError(
+                f"annotation file {path}: image {image['file_name']} has no segments (no entry in annotations)"
+            )
 
 
 def read_truth(info: dict[str, Any], shape: tuple[int, int]) -> PanopticMap:
@@ -105,16 +120,23 @@ def read_truth(info: dict[str, Any], shape: tuple[int, int]) -> PanopticMap:
     except OSError as error:
         raise DataError(f"panoptic PNG {path} cannot be read ({error})") from None
     if ids.shape != shape:
-        raise DataError(f"panoptic PNG {path} has {ids.shape[1]} x {ids.shape[0]} pixels, but its image "
-                        f"{info['img_path']} has {shape[1]} x {shape[0]}")
+        raise DataError(
+            f"panoptic PNG {path} has {ids.shape[1]} x {ids.shape[0]} pixels, but its image "
+            f"{info['img_path']} has {shape[1]} x {shape[0]}"
+        )
     found, pixels = np.unique(ids, return_inverse=True)
     number = {segment["id"]: place for place, segment in enumerate(info["segments"], 1)} | {0: 0}
     unlisted = [value for value in found.tolist() if value not in number]
     if unlisted:
-        raise DataError(f"panoptic PNG {path} has pixels of segment {unlisted[0]}, which {info['source']} does not list")
+        raise DataError(
+            f"panoptic PNG {path} has pixels of segment {unlisted[0]}, which {info['source']} does not list"
+        )
     pixels = np.array([number[value] for value in found.tolist()], np.int32)[pixels.reshape(ids.shape)]
-    return PanopticMap(pixels=pixels, labels=np.array([s["label"] for s in info["segments"]], np.int64),
-                       crowd=np.array([s["crowd"] for s in info["segments"]], bool))
+    return PanopticMap(
+        pixels=pixels,
+        labels=np.array([s["label"] for s in info["segments"]], np.int64),
+        crowd=np.array([s["crowd"] for s in info["segments"]], bool),
+    )
 
 
 class LoadPanoptic(LoadAnnotations):

@@ -28,8 +28,11 @@ def from_codes(codes: np.ndarray, void: int, *, base: int) -> PanopticMap:
     number = np.cumsum(found != void)
     number[found == void] = 0
     labels = found[found != void] % base
-    return PanopticMap(pixels=number[pixels.reshape(codes.shape)].astype(np.int32), labels=labels.astype(np.int64),
-                       crowd=np.zeros(len(labels), bool))
+    return PanopticMap(
+        pixels=number[pixels.reshape(codes.shape)].astype(np.int32),
+        labels=labels.astype(np.int64),
+        crowd=np.zeros(len(labels), bool),
+    )
 
 
 def segment_ids(png: np.ndarray) -> np.ndarray:

@@ -10,8 +10,9 @@ Class k is label k - 1 of a model, and what has no class is ignored in training 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,8 +37,10 @@ def read_class_table(maps: Path) -> Classes:
         rows = [line.split("\t") for line in lines if line.strip()]
         numbers = [row[0].strip() for row in rows]
         if numbers != [str(number) for number in range(1, len(rows) + 1)] or not 1 <= len(rows) < IGNORED - 1:
-            raise DataError(f"class table {table} must have a line for each class after its heading, numbered from 1, with "
-                            "the name after the last tab, and at most 253 of them")
+            raise DataError(
+                f"class table {table} must have a line for each class after its heading, numbered from 1, with "
+                "the name after the last tab, and at most 253 of them"
+            )
         synonyms = [row[-1].strip() for row in rows]
         names = [text.split(",")[0].strip() for text in synonyms]
         if len(set(names)) != len(names):
@@ -79,11 +82,15 @@ def read_class_map(path: str, shape: tuple[int, int], classes: int, image: str) 
     if numbers.ndim != 2:
         raise DataError(f"class map {path} is a picture in colours: a PNG with one number for each pixel is needed")
     if numbers.shape != shape:
-        raise DataError(f"class map {path} has {numbers.shape[1]} x {numbers.shape[0]} pixels, but its image {image} has "
-                        f"{shape[1]} x {shape[0]}")
+        raise DataError(
+            f"class map {path} has {numbers.shape[1]} x {numbers.shape[0]} pixels, but its image {image} has "
+            f"{shape[1]} x {shape[0]}"
+        )
     unknown = numbers[(numbers > classes) & (numbers != IGNORED)]
     if unknown.size:
-        raise DataError(f"class map {path} has class {unknown[0]}, but there are classes 1 to {classes} (0 or {IGNORED}: none)")
+        raise DataError(
+            f"class map {path} has class {unknown[0]}, but there are classes 1 to {classes} (0 or {IGNORED}: none)"
+        )
     # In bytes 0 - 1 is 255, which is what is ignored; 255 itself becomes 254.
     labels = numbers.astype(np.uint8) - np.uint8(1)
     labels[labels == IGNORED - 1] = IGNORED
@@ -116,7 +123,7 @@ class VariedCrop:
         for _ in range(10):
             # numpy's generator, which the loader seeds for each sample.
             top, left = (np.random.randint(0, max(whole - part, 0) + 1) for whole, part in zip(labels.shape, self.size))
-            place = np.s_[top:top + self.size[0], left:left + self.size[1]]
+            place = np.s_[top : top + self.size[0], left : left + self.size[1]]
             counts = np.bincount(labels[place].ravel(), minlength=IGNORED + 1)[:IGNORED]
             if np.count_nonzero(counts) > 1 and counts.max() < self.max_share * counts.sum():
                 break
@@ -139,16 +146,23 @@ class ClassMapImages:
         TRANSFORMS.register_module(module=VariedCrop, force=True)
         self.files, self.pairs = files, np.array(list_pairs(files))  # an array, which loader processes share
         count = len(classes.things)
-        self.pipeline = Compose(train_pipeline(data, LoadClassMap(count, "gt_seg_map")) if training
-                                else test_pipeline(data, LoadClassMap(count, "truth")))
+        self.pipeline = Compose(
+            train_pipeline(data, LoadClassMap(count, "gt_seg_map"))
+            if training
+            else test_pipeline(data, LoadClassMap(count, "truth"))
+        )
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def get_data_info(self, index: int) -> dict[str, Any]:
         image, png = self.pairs[index]
-        return dict(img_path=os.path.join(self.files.images, image), png=os.path.join(self.files.annotations, png),
-                    img_id=index + 1, shown=index < self.shown)
+        return dict(
+            img_path=os.path.join(self.files.images, image),
+            png=os.path.join(self.files.annotations, png),
+            img_id=index + 1,
+            shown=index < self.shown,
+        )
 
     def __getitem__(self, index: int) -> Any:
         return self.pipeline(self.get_data_info(index))

@@ -39,16 +39,23 @@ class ShapesSettings:
 
     def __post_init__(self) -> None:
         # Segments of an image share a uint8 map, and annotation ids leave two digits for them.
-        for name, low, high in (("train_images", 1, 10**6), ("val_images", 1, 10**6), ("image_size", 64, 2048),
-                                ("max_objects", 1, 50), ("seed", 0, 2**32 - 1)):
+        for name, low, high in (
+            ("train_images", 1, 10**6),
+            ("val_images", 1, 10**6),
+            ("image_size", 64, 2048),
+            ("max_objects", 1, 50),
+            ("seed", 0, 2**32 - 1),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name} must be a whole number in {low}..{high}, got {value!r}")
 
     @property
     def folder_name(self) -> str:
-        return (f"shapes-{self.train_images}-{self.val_images}-{self.image_size}-{self.max_objects}"
-                f"-s{self.seed}-v{GENERATOR_VERSION}")
+        return (
+            f"shapes-{self.train_images}-{self.val_images}-{self.image_size}-{self.max_objects}"
+            f"-s{self.seed}-v{GENERATOR_VERSION}"
+        )
 
 
 def write_shapes(settings: ShapesSettings, root: Path | None = None, *, progress: bool = False) -> Path:
@@ -68,8 +75,10 @@ def write_shapes(settings: ShapesSettings, root: Path | None = None, *, progress
         _write_all(settings, aside, progress=progress)
         _publish(aside, folder)
     except OSError as error:
-        raise OSError(f"cannot write the shapes data set to {folder} ({error}); "
-                      "set GIGADET_CACHE to a folder that is writable and has room") from error
+        raise OSError(
+            f"cannot write the shapes data set to {folder} ({error}); "
+            "set GIGADET_CACHE to a folder that is writable and has room"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
@@ -98,8 +107,10 @@ def _write_all(settings: ShapesSettings, folder: Path, *, progress: bool) -> Non
             pixels += writer.pixels if split == 0 else 0
     lines = ["Idx\tRatio\tTrain\tVal\tName"]
     for number, category in enumerate(ADE20K_CLASSES, start=1):
-        lines.append(f"{number}\t{pixels[number] / pixels.sum():.4f}\t{images_with[0][number]}"
-                     f"\t{images_with[1][number]}\t{category.name}")
+        lines.append(
+            f"{number}\t{pixels[number] / pixels.sum():.4f}\t{images_with[0][number]}"
+            f"\t{images_with[1][number]}\t{category.name}"
+        )
     (folder / "ADEChallengeData2016" / "objectInfo150.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -125,8 +136,13 @@ class _SplitWriter:
 
     def add(self, index: int) -> None:
         settings = self.settings
-        scene = draw_scene(seed=settings.seed, split=self.split, index=index, image_size=settings.image_size,
-                           max_objects=settings.max_objects)
+        scene = draw_scene(
+            seed=settings.seed,
+            split=self.split,
+            index=index,
+            image_size=settings.image_size,
+            max_objects=settings.max_objects,
+        )
         rng = np.random.default_rng([settings.seed, self.split, index, 1])
         # Rising with holes, and odd in val, so that no id is in both splits.
         image_id = 14 * (index + 1) + 2 * int(rng.integers(7)) + self.split
@@ -148,8 +164,14 @@ class _SplitWriter:
             rows.append({"id": int(panoptic_ids[label]), **row})
             if category.isthing:
                 # Never 0, which pycocotools takes for "no match".
-                self.instance_rows.append({"id": 100 * image_id + label, "image_id": image_id, **row,
-                                           "segmentation": run_lengths(mask) if iscrowd else polygons(mask)})
+                self.instance_rows.append(
+                    {
+                        "id": 100 * image_id + label,
+                        "image_id": image_id,
+                        **row,
+                        "segmentation": run_lengths(mask) if iscrowd else polygons(mask),
+                    }
+                )
         self.panoptic_rows.append({"image_id": image_id, "file_name": f"{stem}.png", "segments_info": rows})
         self._write_images(scene, stem, index, panoptic_ids[scene.labels], classes[scene.labels])
 
@@ -173,12 +195,21 @@ class _SplitWriter:
         """Write the two annotation files."""
         things = [{"id": c.id, "name": c.name, "supercategory": "shape"} for c in THINGS]
         # Things first: mmdet labels classes in this order, and its panoptic heads expect stuff behind the things.
-        both = [{**asdict(c), "isthing": int(c.isthing), "supercategory": "shape" if c.isthing else "texture"}
-                for c in THINGS + STUFF]
-        for kind, rows, categories in (("instances", self.instance_rows, things),
-                                       ("panoptic", self.panoptic_rows, both)):
-            content = {"info": {"description": f"{self.settings.folder_name} {self.name}"}, "licenses": [],
-                       "images": self.image_rows, "annotations": rows, "categories": categories}
+        both = [
+            {**asdict(c), "isthing": int(c.isthing), "supercategory": "shape" if c.isthing else "texture"}
+            for c in THINGS + STUFF
+        ]
+        for kind, rows, categories in (
+            ("instances", self.instance_rows, things),
+            ("panoptic", self.panoptic_rows, both),
+        ):
+            content = {
+                "info": {"description": f"{self.settings.folder_name} {self.name}"},
+                "licenses": [],
+                "images": self.image_rows,
+                "annotations": rows,
+                "categories": categories,
+            }
             (self.annotations / f"{kind}_{self.name}2017.json").write_text(json.dumps(content))
 
 
@@ -207,7 +238,7 @@ def polygons(mask: np.ndarray) -> list[list[float]]:
     """Outlines of the parts of a mask in COCO's coordinates; a part with a hole is cut in two through the hole."""
     # Traced on an enlarged mask: OpenCV's contours run through pixel centres, COCO's along pixel borders.
     x, y, width, height = _box(mask)
-    crop = np.pad(mask[y:y + height, x:x + width].astype(np.uint8) * 255, 1)
+    crop = np.pad(mask[y : y + height, x : x + width].astype(np.uint8) * 255, 1)
     large = cv2.resize(crop, None, fx=_OUTLINE_SCALE, fy=_OUTLINE_SCALE, interpolation=cv2.INTER_LINEAR)
     contours, tree = cv2.findContours((large > 127).astype(np.uint8), cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
     holes = [contour for contour, node in zip(contours, tree[0]) if node[3] >= 0]

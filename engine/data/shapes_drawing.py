@@ -32,12 +32,26 @@ class Category:
 
 
 # Ids have holes and stuff lies beyond 91 as in COCO, so that code which takes an id for a label fails here too.
-THINGS = tuple(Category(name=name, id=id_, isthing=True, color=color) for name, id_, color in (
-    ("disk", 1, (220, 20, 60)), ("square", 3, (30, 60, 200)), ("triangle", 4, (106, 200, 60)),
-    ("star", 18, (250, 170, 30)), ("cross", 44, (175, 60, 175)), ("crescent", 90, (40, 200, 210))))
-STUFF = tuple(Category(name=name, id=id_, isthing=False, color=color) for name, id_, color in (
-    ("sand", 154, (208, 195, 150)), ("brick", 171, (150, 100, 100)), ("sky", 187, (70, 130, 180)),
-    ("grass", 193, (90, 160, 90))))
+THINGS = tuple(
+    Category(name=name, id=id_, isthing=True, color=color)
+    for name, id_, color in (
+        ("disk", 1, (220, 20, 60)),
+        ("square", 3, (30, 60, 200)),
+        ("triangle", 4, (106, 200, 60)),
+        ("star", 18, (250, 170, 30)),
+        ("cross", 44, (175, 60, 175)),
+        ("crescent", 90, (40, 200, 210)),
+    )
+)
+STUFF = tuple(
+    Category(name=name, id=id_, isthing=False, color=color)
+    for name, id_, color in (
+        ("sand", 154, (208, 195, 150)),
+        ("brick", 171, (150, 100, 100)),
+        ("sky", 187, (70, 130, 180)),
+        ("grass", 193, (90, 160, 90)),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +103,9 @@ class _Canvas:
         ys, xs = np.mgrid[:height, :width].astype(np.float32)
         along, across = _rotate(xs - width / 2, ys - height / 2, rng.uniform(0, 2 * np.pi))
         for waves in (1, 3):
-            across = across + size * rng.uniform(0.01, 0.05) * np.sin(along * (2 * np.pi * waves / size)
-                                                                      + rng.uniform(0, 6))
+            across = across + size * rng.uniform(0.01, 0.05) * np.sin(
+                along * (2 * np.pi * waves / size) + rng.uniform(0, 6)
+            )
         bands = rng.integers(2, 4)
         borders = (np.arange(1, bands) / bands - 0.5 + rng.uniform(-0.08, 0.08, bands - 1)) * min(height, width)
         band = np.searchsorted(borders, across)
@@ -134,8 +149,9 @@ class _Canvas:
             left = np.bincount(self.labels[~mask], minlength=len(self.segments) + 1)
             # A thing whose visible part would be too small is never in the picture: seen and not annotated, it would
             # teach a detector that shapes are background. What the image border cuts off may be a fifth.
-            if (pixels >= 2 * MIN_VISIBLE_SHARE * cv2.contourArea(points.astype(np.float32))
-                    and all(left[label] >= MIN_VISIBLE_SHARE * drawn for label, drawn in self.drawn.items())):
+            if pixels >= 2 * MIN_VISIBLE_SHARE * cv2.contourArea(points.astype(np.float32)) and all(
+                left[label] >= MIN_VISIBLE_SHARE * drawn for label, drawn in self.drawn.items()
+            ):
                 _paint(rng, self.image, alpha, category)
                 self.segments.append(Segment(category=category, iscrowd=False))
                 self.labels[mask] = len(self.segments)
@@ -174,7 +190,7 @@ def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray, categ
     x, y, w, h = cv2.boundingRect(alpha)
     if w == 0:
         return
-    patch, weight = image[y:y + h, x:x + w], alpha[y:y + h, x:x + w, None] / np.float32(255)
+    patch, weight = image[y : y + h, x : x + w], alpha[y : y + h, x : x + w, None] / np.float32(255)
     beneath = (patch * weight).sum((0, 1)) / weight.sum()
     typical = np.array(category.color) if rng.random() < 0.875 else rng.uniform(0, 255, 3)
     colours = np.clip(typical + rng.normal(0, 30, (4, 3)), 0, 255)
@@ -187,7 +203,7 @@ def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray, categ
 
 def _expose(rng: np.random.Generator, image: np.ndarray) -> np.ndarray:
     """Uneven light and sensor noise over everything, so that flat regions are not exactly flat."""
-    ys, xs = np.mgrid[:image.shape[0], :image.shape[1]].astype(np.float32)
+    ys, xs = np.mgrid[: image.shape[0], : image.shape[1]].astype(np.float32)
     light = 0.75 + 0.35 * _gradient(rng, xs, ys)
     return np.clip(image * light[..., None] + 5 * rng.standard_normal(image.shape, np.float32), 0, 255).astype(np.uint8)
 
@@ -221,8 +237,9 @@ def _gradient(rng: np.random.Generator, xs: np.ndarray, ys: np.ndarray) -> np.nd
     return (across - across.min()) / max(float(np.ptp(across)), 1.0)
 
 
-def _noise(rng: np.random.Generator, xs: np.ndarray, ys: np.ndarray, grain_x: float = 3,
-           grain_y: float = 3) -> np.ndarray:
+def _noise(
+    rng: np.random.Generator, xs: np.ndarray, ys: np.ndarray, grain_x: float = 3, grain_y: float = 3
+) -> np.ndarray:
     height, width = xs.shape
     coarse = rng.random((int(height / grain_y) + 2, int(width / grain_x) + 2), dtype=np.float32)
     return np.clip(cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC), 0, 1)
@@ -239,9 +256,11 @@ _PATTERNS: tuple[Pattern, ...] = (_stripes, _checks, _dots, _gradient, _noise)
 
 def _stuff(dark: tuple[int, int, int], bright: tuple[int, int, int], pattern: Pattern) -> Pattern:
     """A coloured texture whose two colours shift together from image to image."""
+
     def texture(rng: np.random.Generator, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
         shifted = (dark + rng.uniform(-22, 22, 3)).astype(np.float32)
         return shifted + pattern(rng, xs, ys)[..., None] * np.subtract(bright, dark, dtype=np.float32)
+
     return texture
 
 
@@ -249,7 +268,8 @@ _STUFF_TEXTURES: dict[str, Pattern] = {
     "sand": _stuff((185, 160, 105), (235, 215, 170), lambda rng, xs, ys: _noise(rng, xs, ys, 1, 1)),
     "brick": _stuff((140, 65, 50), (190, 180, 170), _bricks),
     "sky": _stuff((95, 150, 215), (225, 232, 240), lambda rng, xs, ys: _noise(rng, xs, ys, 40, 18)),
-    "grass": _stuff((35, 85, 25), (115, 170, 75), lambda rng, xs, ys: _noise(rng, xs, ys, 1.5, 12))}
+    "grass": _stuff((35, 85, 25), (115, 170, 75), lambda rng, xs, ys: _noise(rng, xs, ys, 1.5, 12)),
+}
 
 
 def _ring(radii: np.ndarray | float, turns: np.ndarray) -> np.ndarray:
@@ -271,6 +291,21 @@ _OUTLINES: dict[str, np.ndarray] = {
     "square": _ring(1.1, np.arange(4) / 4 + 1 / 8),
     "triangle": _ring(1.15, np.arange(3) / 3),
     "star": _ring(np.tile([1.15, 0.46], 5), np.arange(10) / 10),
-    "cross": np.array([(1, .35), (.35, .35), (.35, 1), (-.35, 1), (-.35, .35), (-1, .35), (-1, -.35), (-.35, -.35),
-                       (-.35, -1), (.35, -1), (.35, -.35), (1, -.35)]),
-    "crescent": _crescent()}
+    "cross": np.array(
+        [
+            (1, 0.35),
+            (0.35, 0.35),
+            (0.35, 1),
+            (-0.35, 1),
+            (-0.35, 0.35),
+            (-1, 0.35),
+            (-1, -0.35),
+            (-0.35, -0.35),
+            (-0.35, -1),
+            (0.35, -1),
+            (0.35, -0.35),
+            (1, -0.35),
+        ]
+    ),
+    "crescent": _crescent(),
+}

@@ -7,7 +7,7 @@ aAcc is the share of all pixels found right.
 
 from __future__ import annotations
 
-from typing import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,8 +20,7 @@ def image_areas(truth: np.ndarray, found: np.ndarray, *, ignored: int) -> dict[i
     truth, found = truth[counted], found[counted]
     size = 1 + int(max(truth.max(initial=0), found.max(initial=0)))
     areas = [np.bincount(part, minlength=size) for part in (truth[truth == found], truth, found)]
-    return {int(label): tuple(int(area[label]) for area in areas)
-            for label in np.flatnonzero(areas[1] + areas[2])}
+    return {int(label): tuple(int(area[label]) for area in areas) for label in np.flatnonzero(areas[1] + areas[2])}
 
 
 def add_up(images: Iterable[Mapping[int, Row]], classes: int) -> np.ndarray:
@@ -46,11 +45,17 @@ def iou_metrics(table: np.ndarray) -> dict[str, float]:
     pixels = table[:, 1].sum()
     if not pixels:
         return {"mIoU": -1.0, "mAcc": -1.0, "aAcc": -1.0}
-    return {"mIoU": float(np.nanmean(iou)), "mAcc": float(np.nanmean(accuracy)),
-            "aAcc": float(100 * table[:, 0].sum() / pixels)}
+    return {
+        "mIoU": float(np.nanmean(iou)),
+        "mAcc": float(np.nanmean(accuracy)),
+        "aAcc": float(100 * table[:, 0].sum() / pixels),
+    }
 
 
 def iou_by_class(table: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Of every class that was seen, IoU and, where the truth has it, Acc."""
-    return {name: {key: float(value) for key, value in zip(("IoU", "Acc"), values) if not np.isnan(value)}
-            for name, values in zip(names, class_iou(table)) if not np.isnan(values[0])}
+    return {
+        name: {key: float(value) for key, value in zip(("IoU", "Acc"), values) if not np.isnan(value)}
+        for name, values in zip(names, class_iou(table))
+        if not np.isnan(values[0])
+    }

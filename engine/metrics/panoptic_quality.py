@@ -17,7 +17,7 @@ crowds of its class. All of it is said in Kirillov et al., Panoptic Segmentation
 
 from __future__ import annotations
 
-from typing import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,8 +30,9 @@ Row = tuple[float, int, int, int]
 def image_quality(truth: PanopticMap, found: PanopticMap) -> dict[int, Row]:
     """What one image adds to the table of each class that it shows."""
     wide = len(found.labels) + 1
-    overlap = np.bincount((truth.pixels.astype(np.int64) * wide + found.pixels).ravel(),
-                          minlength=(len(truth.labels) + 1) * wide).reshape(-1, wide)
+    overlap = np.bincount(
+        (truth.pixels.astype(np.int64) * wide + found.pixels).ravel(), minlength=(len(truth.labels) + 1) * wide
+    ).reshape(-1, wide)
     truth_area, found_area = overlap.sum(1)[1:], overlap.sum(0)[1:]
     void, inside = overlap[0, 1:], overlap[1:, 1:]
     same = truth.labels[:, None] == found.labels
@@ -44,8 +45,12 @@ def image_quality(truth: PanopticMap, found: PanopticMap) -> dict[int, Row]:
     rows: dict[int, Row] = {}
     for label in np.union1d(truth.labels, found.labels).tolist():
         of_class = match & (truth.labels == label)[:, None]
-        row = (float(iou[of_class].sum()), int(of_class.sum()), int((wrong & (found.labels == label)).sum()),
-               int((missed & (truth.labels == label)).sum()))
+        row = (
+            float(iou[of_class].sum()),
+            int(of_class.sum()),
+            int((wrong & (found.labels == label)).sum()),
+            int((missed & (truth.labels == label)).sum()),
+        )
         if any(row):
             rows[label] = row
     return rows
@@ -85,6 +90,15 @@ def quality_metrics(table: np.ndarray, things: int) -> dict[str, float]:
 
 def quality_by_class(table: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Of every class that was seen, its measures and counts."""
-    return {name: dict(PQ=float(quality[0]), SQ=float(quality[1]), RQ=float(quality[2]), matched=int(row[1]),
-                       wrong=int(row[2]), missed=int(row[3]))
-            for name, quality, row in zip(names, class_quality(table), table) if not np.isnan(quality[0])}
+    return {
+        name: dict(
+            PQ=float(quality[0]),
+            SQ=float(quality[1]),
+            RQ=float(quality[2]),
+            matched=int(row[1]),
+            wrong=int(row[2]),
+            missed=int(row[3]),
+        )
+        for name, quality, row in zip(names, class_quality(table), table)
+        if not np.isnan(quality[0])
+    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from engine.monitoring.records import read_records
 
@@ -42,9 +43,20 @@ def draw_curves(work_dir: Path) -> Path:
         loss_axes.legend(fontsize=7)
     rate_axes.plot(*_numbers(steps, "lr"), color="tab:orange")
     rate_axes.set(title="learning rate", xlabel="optimizer step", ylim=(0, None))
-    names = [key for key in ("bbox_mAP", "bbox_mAP_50", "segm_mAP", "segm_mAP_50", "PQ", "mIoU", "accuracy_top1",
-                             "accuracy_top5")
-             if any(key in record for record in evaluations)]
+    names = [
+        key
+        for key in (
+            "bbox_mAP",
+            "bbox_mAP_50",
+            "segm_mAP",
+            "segm_mAP_50",
+            "PQ",
+            "mIoU",
+            "accuracy_top1",
+            "accuracy_top5",
+        )
+        if any(key in record for record in evaluations)
+    ]
     for key in names:
         x, y = _numbers(evaluations, key)
         share = [value / 100 for value in y] if key in ("PQ", "mIoU") else y  # those two are in percent

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Mapping, TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -12,15 +13,33 @@ from tqdm import tqdm
 class LiveLine:
     """Shows steps of a run or of an evaluation with rate and time to go."""
 
-    def __init__(self, *, total: int, label: str, interval: int, start: int = 0, enabled: bool = True,
-                 stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        total: int,
+        label: str,
+        interval: int,
+        start: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
         stream = stream or sys.stderr  # looked up now, for it may have been redirected since the import
         self._enabled, self._total, self._label, self._interval = enabled, total, label, interval
         self._stream, self._done, self._first = stream, start, start
         self._began = time.monotonic()
-        self._bar = tqdm(total=total, initial=start, desc=label, file=stream, dynamic_ncols=True, leave=True,
-                         bar_format="{desc} {percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} {postfix} ETA {remaining}") \
-            if enabled and stream.isatty() else None
+        self._bar = (
+            tqdm(
+                total=total,
+                initial=start,
+                desc=label,
+                file=stream,
+                dynamic_ncols=True,
+                leave=True,
+                bar_format="{desc} {percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} {postfix} ETA {remaining}",
+            )
+            if enabled and stream.isatty()
+            else None
+        )
 
     def advance(self, count: int) -> None:
         """Several at once, without a text."""
@@ -36,8 +55,11 @@ class LiveLine:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif self._done % self._interval == 0 or self._done == self._total:
-            print(f"{self._label} {self._done}/{self._total} {text} ETA {clock(self._remaining())}",
-                  file=self._stream, flush=True)
+            print(
+                f"{self._label} {self._done}/{self._total} {text} ETA {clock(self._remaining())}",
+                file=self._stream,
+                flush=True,
+            )
 
     def _remaining(self) -> float:
         spent = time.monotonic() - self._began
@@ -55,8 +77,10 @@ def clock(seconds: float) -> str:
 
 
 def step_text(record: Mapping[str, Any]) -> str:
-    text = (f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
-            f"{record['images_per_second']:.1f} img/s {record['memory_gb']:.2f} GB")
+    text = (
+        f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
+        f"{record['images_per_second']:.1f} img/s {record['memory_gb']:.2f} GB"
+    )
     if "mu" in record:  # AGVM's factors; the anchor's is always 1
         text += " mu " + " ".join(f"{name.removesuffix('_head')} {value:.2f}" for name, value in record["mu"].items())
     return text

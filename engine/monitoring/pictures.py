@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,9 @@ def _enlarged(image: np.ndarray) -> tuple[np.ndarray, int]:
     import cv2
 
     scale = max(1, round(480 / max(image.shape[:2])))
-    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC) if scale > 1 else image.copy(), scale
+    return cv2.resize(
+        image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC
+    ) if scale > 1 else image.copy(), scale
 
 
 def draw_regions(image: np.ndarray, regions: np.ndarray, labels: Sequence[int], names: Sequence[str]) -> np.ndarray:
@@ -87,7 +90,9 @@ def save_image(path: Path, image: np.ndarray) -> None:
     """An RGB picture, or one number for each pixel."""
     import cv2
 
-    if not cv2.imwrite(str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR) if image.ndim == 3 else image):  # it answers False and says nothing
+    if not cv2.imwrite(
+        str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR) if image.ndim == 3 else image
+    ):  # it answers False and says nothing
         from engine.data.coco import DataError
 
         raise DataError(f"picture {path} cannot be written")

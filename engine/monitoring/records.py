@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 from engine.config.errors import UserError
 
@@ -44,8 +45,11 @@ def _plain(value: Any) -> Any:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a file, without the half line that a killed or a running run may leave at its end."""
-    lines = [(number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()] \
-        if path.is_file() else []
+    lines = (
+        [(number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+        if path.is_file()
+        else []
+    )
     records = []
     for number, line in lines:
         try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from engine.config.errors import UserError
 from engine.monitoring.records import read_records
@@ -59,11 +60,19 @@ def read_variances(run: Path) -> Variances:
     records = read_records(run / "metrics.jsonl")
     phi = _curves(records, "phi")
     if not phi:  # also where none of them was a finite number
-        raise UserError(f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
-                        "(tau within the run's length; clip [1, 1] measures without modulating)")
+        raise UserError(
+            f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
+            "(tau within the run's length; clip [1, 1] measures without modulating)"
+        )
     anchor = _config(run).get("optimizer", {}).get("params", {}).get("anchor", "backbone")
-    return Variances(run, anchor if anchor in phi else next(iter(phi)), phi, _curves(records, "mu"),
-                     records[-1]["step"], records[-1]["epoch"])
+    return Variances(
+        run,
+        anchor if anchor in phi else next(iter(phi)),
+        phi,
+        _curves(records, "mu"),
+        records[-1]["step"],
+        records[-1]["epoch"],
+    )
 
 
 def by_seed(runs: Sequence[Variances]) -> list[list[Variances]]:
@@ -93,8 +102,10 @@ def matched_end(runs: Sequence[Variances], axis: str) -> float:
     for run in runs:
         first = min(curve.on(axis)[0] for curve in run.phi.values())
         if first > end:
-            raise UserError(f"{run.run} has its first gradient variance at {axis} {first:g}, behind the end of the shortest run "
-                            f"({end:g}): train it with optimizer.params.start_step=0, or leave the matched {axis}s out")
+            raise UserError(
+                f"{run.run} has its first gradient variance at {axis} {first:g}, behind the end of the shortest run "
+                f"({end:g}): train it with optimizer.params.start_step=0, or leave the matched {axis}s out"
+            )
     return end
 
 
@@ -102,14 +113,20 @@ def summary(groups: Sequence[Sequence[Variances]], axis: str = "step", end: floa
     """A table of the second half of every run (up to `end`): phi and mu^2 phi of each module, and against the anchor's."""
     lines = [f"{'run':32} {'module':12} {'phi':>8} {'/ anchor':>9} {'mu^2 phi':>9} {'/ anchor':>9}"]
     for group in groups:
-        means = {module: (_late_mean([run.phi[module] for run in group if module in run.phi], axis, end),
-                          _late_mean([run.effective(module) for run in group if module in run.phi], axis, end))
-                 for module in group[0].phi}
+        means = {
+            module: (
+                _late_mean([run.phi[module] for run in group if module in run.phi], axis, end),
+                _late_mean([run.effective(module) for run in group if module in run.phi], axis, end),
+            )
+            for module in group[0].phi
+        }
         phi_anchor, effective_anchor = means[group[0].anchor]
         name = title(group)
         for module, (phi, effective) in means.items():
-            lines.append(f"{name:32} {module:12} {phi:8.4f} {phi / phi_anchor:9.2f} {effective:9.4f} "
-                         f"{effective / effective_anchor:9.2f}")
+            lines.append(
+                f"{name:32} {module:12} {phi:8.4f} {phi / phi_anchor:9.2f} {effective:9.4f} "
+                f"{effective / effective_anchor:9.2f}"
+            )
             name = ""
     return "\n".join(lines)
 
@@ -119,8 +136,9 @@ def _late_mean(curves: Sequence[Curve], axis: str, end: float) -> float:
     logs = []
     for curve in curves:
         x = [position for position in curve.on(axis) if position <= end]
-        logs += [math.log(value) for position, value in zip(x, curve.values)
-                 if position >= (x[0] + x[-1]) / 2 and value > 0]
+        logs += [
+            math.log(value) for position, value in zip(x, curve.values) if position >= (x[0] + x[-1]) / 2 and value > 0
+        ]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from engine.monitoring.curves import smoothed
 from engine.monitoring.variance import Curve, Variances, by_seed, matched_end, title
@@ -32,8 +33,9 @@ def draw_variance(runs: Sequence[Variances], path: Path, *, axes: Sequence[str] 
             if kind == "mu":
                 panel.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
         row[0].set_ylim(bottom=0)  # of the whole row, once all of it is drawn
-        row[0].set_ylabel({"phi": "phi = 1 - cos", "effective": "mu$^2$ phi (of the step)",
-                           "mu": "mu, factor on the rate"}[kind])
+        row[0].set_ylabel(
+            {"phi": "phi = 1 - cos", "effective": "mu$^2$ phi (of the step)", "mu": "mu, factor on the rate"}[kind]
+        )
     for group, panel in zip(groups, panels[0]):
         panel.set_title(title(group), fontsize=10)
     # A module may be in some columns only, as a head that one pipeline has and another has not.
@@ -57,5 +59,13 @@ def _draw(panel: Any, curves: Sequence[Curve], axis: str, colour: str, label: st
     """Every seed thin, the first one with the module's name."""
     for number, curve in enumerate(curves):
         values = smoothed(curve.values, smooth) if smooth else curve.values
-        panel.plot(curve.on(axis), values, color=colour, label=label if number == 0 else None, linewidth=1.0,
-                   alpha=1.0 if number == 0 else 0.55, marker="." if len(values) < 40 else None, markersize=4)
+        panel.plot(
+            curve.on(axis),
+            values,
+            color=colour,
+            label=label if number == 0 else None,
+            linewidth=1.0,
+            alpha=1.0 if number == 0 else 0.55,
+            marker="." if len(values) < 40 else None,
+            markersize=4,
+        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +45,18 @@ class Modulator:
     discarded: mu and phi stay as they were.
     """
 
-    def __init__(self, modules: Sequence[str], *, tau: int, alpha: float, anchor: str, estimator: str,
-                 clip: tuple[float, float], start_step: int, ratio_eps: float) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        *,
+        tau: int,
+        alpha: float,
+        anchor: str,
+        estimator: str,
+        clip: tuple[float, float],
+        start_step: int,
+        ratio_eps: float,
+    ) -> None:
         if int(tau) != tau or tau < 1:
             raise ValueError(f"tau must be a whole number >= 1, got {tau}")
         if not 0 <= alpha < 1:
@@ -62,7 +73,7 @@ class Modulator:
             raise ValueError(f"ratio_eps must be >= 0, got {ratio_eps}")
         self.tau, self.alpha, self.anchor, self.estimator = int(tau), alpha, anchor, estimator
         self.clip, self.start_step, self.ratio_eps = tuple(clip), int(start_step), ratio_eps
-        self.mu: dict[str, float] = {name: 1.0 for name in modules}
+        self.mu: dict[str, float] = dict.fromkeys(modules, 1.0)
         self.phi: dict[str, float] = {}
         self.windows = self.discarded = 0
         self.last_window: int | None = None
@@ -81,7 +92,7 @@ class Modulator:
         a, b, c = sums
         n1, n2 = (R + 1) // 2, R // 2
         p, q = 2 * n2 / R, 2 * n1 / R
-        first, second = a + 2 * p * c + p * p * b, a - 2 * q * c + q * q * b          # |D G1|^2 and |D G2|^2
+        first, second = a + 2 * p * c + p * p * b, a - 2 * q * c + q * q * b  # |D G1|^2 and |D G2|^2
         if min(first, second) <= NO_GRADIENT * (a + b):
             return None
         product, norms = a + (p - q) * c - p * q * b, math.sqrt(first * second)
@@ -115,14 +126,22 @@ class Modulator:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mu": dict(self.mu), "phi": dict(self.phi), "windows": self.windows, "discarded": self.discarded,
-                "last_window": self.last_window}
+        return {
+            "mu": dict(self.mu),
+            "phi": dict(self.phi),
+            "windows": self.windows,
+            "discarded": self.discarded,
+            "last_window": self.last_window,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         missing, unknown = set(self.mu) - set(state["mu"]), set(state["mu"]) - set(self.mu)
         if missing or unknown:
-            logger.warning("AGVM state: modules %s start at mu = 1, modules %s of the checkpoint are not in this model",
-                           sorted(missing), sorted(unknown))
+            logger.warning(
+                "AGVM state: modules %s start at mu = 1, modules %s of the checkpoint are not in this model",
+                sorted(missing),
+                sorted(unknown),
+            )
         self.mu = {name: float(state["mu"].get(name, 1.0)) for name in self.mu}
         self.mu[self.anchor] = 1.0
         self.phi = {name: float(value) for name, value in state["phi"].items() if name in self.mu}
@@ -139,17 +158,36 @@ class AGVMOptimizer(Rule):
 
     _attachment: Any = None
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, tau: int = 10, alpha: float = 0.97,
-                 anchor: str = "backbone", estimator: str = "halves", clip: tuple[float, float] = (0.1, 10.0),
-                 start_step: int = 0, ratio_eps: float = 1e-12) -> None:
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        tau: int = 10,
+        alpha: float = 0.97,
+        anchor: str = "backbone",
+        estimator: str = "halves",
+        clip: tuple[float, float] = (0.1, 10.0),
+        start_step: int = 0,
+        ratio_eps: float = 1e-12,
+    ) -> None:
         super().__init__(params, defaults)
         unnamed = [i for i, group in enumerate(self.param_groups) if not isinstance(group.get("module"), str)]
         if unnamed:
-            raise ValueError(f"param groups {unnamed} have no name under 'module': "
-                             "build the groups with engine.optim.module_groups(model, modules)")
-        self.modulator = Modulator(list(dict.fromkeys(g["module"] for g in self.param_groups)), tau=tau, alpha=alpha,
-                                   anchor=anchor, estimator=estimator, clip=clip, start_step=start_step,
-                                   ratio_eps=ratio_eps)
+            raise ValueError(
+                f"param groups {unnamed} have no name under 'module': "
+                "build the groups with engine.optim.module_groups(model, modules)"
+            )
+        self.modulator = Modulator(
+            list(dict.fromkeys(g["module"] for g in self.param_groups)),
+            tau=tau,
+            alpha=alpha,
+            anchor=anchor,
+            estimator=estimator,
+            clip=clip,
+            start_step=start_step,
+            ratio_eps=ratio_eps,
+        )
 
     @property
     def phi(self) -> dict[str, float]:
@@ -203,8 +241,9 @@ class AGVMOptimizer(Rule):
 
     def sums(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor, d: Tensor | None) -> Tensor:
         """The modulator's three sums over one slice; d is the companion in the units of g (or of g^2)."""
-        weight = None if type(self).preconditioner is AGVMOptimizer.preconditioner \
-            else self.preconditioner(group, state, g)
+        weight = (
+            None if type(self).preconditioner is AGVMOptimizer.preconditioner else self.preconditioner(group, state, g)
+        )
         if d is None:
             # The norms of the micro-gradients come from elsewhere, and S - n is a small difference: fp64.
             n = torch.dot(g.double(), g.double())

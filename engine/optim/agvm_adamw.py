@@ -23,8 +23,16 @@ class AGVMAdamW(AGVMOptimizer):
     The weight update keeps torch's place of eps. Without a window it is torch.optim.AdamW.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, **agvm: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **agvm: Any,
+    ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
@@ -35,12 +43,26 @@ class AGVMAdamW(AGVMOptimizer):
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
         states = count_adam_step(self, params)
         beta1, beta2 = group["betas"]
-        for index, (w, g, m, v) in pieces(BATCH, params, [p.grad for p in params], [s["exp_avg"] for s in states],
-                                          [s["exp_avg_sq"] for s in states]):
+        for index, (w, g, m, v) in pieces(
+            BATCH, params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        ):
             # torch's function wants steps as tensors, counts them itself, and wants each its own.
             t = [torch.tensor(float(states[i]["step"] - 1)) for i in index]
-            adamw(w, g, m, v, [], t, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
-                  weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+            adamw(
+                w,
+                g,
+                m,
+                v,
+                [],
+                t,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
     def preconditioner(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor) -> Tensor:
         beta2 = group["betas"][1]

@@ -23,15 +23,27 @@ class AGVMSGD(AGVMOptimizer):
     weight decay.
     """
 
-    def __init__(self, params: Any, lr: float, *, momentum: float = 0.9, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, **agvm: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **agvm: Any,
+    ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-        super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-                                      nesterov=nesterov), **agvm)
+        super().__init__(
+            params,
+            dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov),
+            **agvm,
+        )
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
         buffers: list[Tensor] = []
@@ -43,5 +55,14 @@ class AGVMSGD(AGVMOptimizer):
                 buffers.append(state["momentum_buffer"])
         lists = [params, [p.grad for p in params]] + ([buffers] if buffers else [])
         for _, (w, g, *m) in pieces(BATCH, *lists):
-            sgd(w, g, m[0] if m else [None] * len(w), weight_decay=group["weight_decay"], momentum=group["momentum"],
-                lr=lr, dampening=group["dampening"], nesterov=group["nesterov"], maximize=False)
+            sgd(
+                w,
+                g,
+                m[0] if m else [None] * len(w),
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=lr,
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=False,
+            )

@@ -26,8 +26,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
     modules = options.pop("modules", None) if config.type in MODULATED else None
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
-        raise ConfigError("optimizer.params.modules must give each module's name a list of prefixes, such as "
-                          f'{{"neck": ["neck"]}}, got {modules!r}')
+        raise ConfigError(
+            "optimizer.params.modules must give each module's name a list of prefixes, such as "
+            f'{{"neck": ["neck"]}}, got {modules!r}'
+        )
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
     if config.type in MODULATED:
         options.pop("bucket_size", None)  # a setting of `attach`, not of the rule
@@ -46,13 +48,22 @@ def find_rule(name: str) -> Any:
 
     if name in OURS:
         return getattr(engine.optim, name)
-    known = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type)
-             and issubclass(getattr(torch.optim, n), torch.optim.Optimizer) and n not in _NOT_ELEMENTWISE]
+    known = [
+        n
+        for n in dir(torch.optim)
+        if isinstance(getattr(torch.optim, n), type)
+        and issubclass(getattr(torch.optim, n), torch.optim.Optimizer)
+        and n not in _NOT_ELEMENTWISE
+    ]
     if name in known:
         return getattr(torch.optim, name)
     if name in _NOT_ELEMENTWISE:
-        raise ConfigError(f"optimizer {name} cannot work on ZeRO's flat shards: use one of {', '.join((*OURS, *known))}")
-    raise ConfigError(f'optimizer.type "{name}" is none of {", ".join((*OURS, *known))}{nearest(name, (*OURS, *known))}')
+        raise ConfigError(
+            f"optimizer {name} cannot work on ZeRO's flat shards: use one of {', '.join((*OURS, *known))}"
+        )
+    raise ConfigError(
+        f'optimizer.type "{name}" is none of {", ".join((*OURS, *known))}{nearest(name, (*OURS, *known))}'
+    )
 
 
 def _default(rule: Any, option: str, otherwise: float) -> float:

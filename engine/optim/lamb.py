@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,18 @@ class LAMB(LayerwiseOptimizer):
 
     sums_per_layer = 2
 
-    def __init__(self, params: Any, lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
-                 weight_decay: float = 1e-2, clamp: tuple[float, float] | None = None, adapt_1d: bool = False,
-                 **further: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        clamp: tuple[float, float] | None = None,
+        adapt_1d: bool = False,
+        **further: Any,
+    ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
@@ -36,8 +46,18 @@ class LAMB(LayerwiseOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
         if clamp is not None and (len(clamp) != 2 or not 0 <= clamp[0] <= clamp[1]):
             raise ValueError(f"clamp must be (low, high) with 0 <= low <= high, or None, got {clamp}")
-        super().__init__(params, dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, adapt_1d=adapt_1d,
-                                      clamp=None if clamp is None else tuple(clamp)), **further)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=tuple(betas),
+                eps=eps,
+                weight_decay=weight_decay,
+                adapt_1d=adapt_1d,
+                clamp=None if clamp is None else tuple(clamp),
+            ),
+            **further,
+        )
 
     def kept(self, t: int) -> float:
         """The share of both moments that goes into step t, counted from 1, before the betas."""
@@ -48,13 +68,16 @@ class LAMB(LayerwiseOptimizer):
         return 1 - betas[0] ** t, 1 - betas[1] ** t
 
     def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
-        m, v = (state[key].to(torch.float32, copy=True) if key in state else torch.zeros_like(g)
-                for key in ("exp_avg", "exp_avg_sq"))
+        m, v = (
+            state[key].to(torch.float32, copy=True) if key in state else torch.zeros_like(g)
+            for key in ("exp_avg", "exp_avg_sq")
+        )
         step = self._advance(group, [int(state.get("step", 0)) + 1], [w], [g], [m], [v])[0]
         return torch.stack([product(w, w), product(step, step)])
 
-    def _advance(self, group: dict[str, Any], t: list[int], w: list[Tensor], g: list[Tensor], m: list[Tensor],
-                 v: list[Tensor]) -> list[Tensor]:
+    def _advance(
+        self, group: dict[str, Any], t: list[int], w: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]
+    ) -> list[Tensor]:
         """Carry the moments to step t, in place, and give r + lambda w."""
         beta1, beta2 = group["betas"]
         kept, (first, second) = [self.kept(x) for x in t], zip(*(self.weights(group["betas"], x) for x in t))
@@ -80,8 +103,9 @@ class LAMB(LayerwiseOptimizer):
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
         states = count_adam_step(self, params)
         steps = [state["step"] for state, p in zip(states, params) for _ in self.segments_of(p)]
-        cut, ratios = self.by_layer(params, params, [p.grad for p in params], [s["exp_avg"] for s in states],
-                                    [s["exp_avg_sq"] for s in states])
+        cut, ratios = self.by_layer(
+            params, params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        )
         for index, (w, g, m, v) in pieces(BATCH, *cut):
             step = self._advance(group, [steps[i] for i in index], w, g, m, v)
             torch._foreach_mul_(step, [ratios[i] for i in index])

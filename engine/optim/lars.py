@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +29,28 @@ class LARS(LayerwiseOptimizer):
     needs_final_gradient = False
     sums_per_layer = 3
 
-    def __init__(self, params: Any, lr: float, *, momentum: float = 0.9, dampening: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, trust_coefficient: float = 0.001, eps: float = 1e-8,
-                 norm: str = "of_sum", adapt_1d: bool = False, **further: Any) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("dampening", dampening), ("weight_decay", weight_decay),
-                            ("eps", eps)):
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        norm: str = "of_sum",
+        adapt_1d: bool = False,
+        **further: Any,
+    ) -> None:
+        for name, value in (
+            ("lr", lr),
+            ("momentum", momentum),
+            ("dampening", dampening),
+            ("weight_decay", weight_decay),
+            ("eps", eps),
+        ):
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
         if not isinstance(nesterov, bool):
@@ -43,20 +61,32 @@ class LARS(LayerwiseOptimizer):
             raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-        super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-                                      nesterov=nesterov, trust_coefficient=trust_coefficient, eps=eps, norm=norm,
-                                      adapt_1d=adapt_1d), **further)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                momentum=momentum,
+                dampening=dampening,
+                weight_decay=weight_decay,
+                nesterov=nesterov,
+                trust_coefficient=trust_coefficient,
+                eps=eps,
+                norm=norm,
+                adapt_1d=adapt_1d,
+            ),
+            **further,
+        )
 
     def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
         return torch.stack([product(w, w), product(w, g), product(g, g)])
 
     def ratio(self, group: dict[str, Any], sums: Sequence[float], scale: float) -> float:
         decay, (ww, wg, gg) = group["weight_decay"], sums
-        gg, wg = gg * scale ** 2, wg * scale
+        gg, wg = gg * scale**2, wg * scale
         if not (ww > 0 and gg > 0 and math.isfinite(ww + gg)):
             return 1.0
         if group["norm"] == "of_sum":
-            below = math.sqrt(max(0.0, gg + 2 * decay * wg + decay ** 2 * ww))
+            below = math.sqrt(max(0.0, gg + 2 * decay * wg + decay**2 * ww))
         else:
             below = math.sqrt(gg) + decay * math.sqrt(ww)
         below += group["eps"]

@@ -7,7 +7,8 @@ per layer to whatever pieces of layers its shards hold. Without DeepSpeed the pa
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,8 +71,9 @@ class LayerwiseOptimizer(Rule):
             self._norms.detach()
         super().detach()
 
-    def follow(self, layers: Sequence[tuple[int, int]],
-               segments: Mapping[Tensor, Sequence[tuple[int, int, int]]]) -> None:
+    def follow(
+        self, layers: Sequence[tuple[int, int]], segments: Mapping[Tensor, Sequence[tuple[int, int, int]]]
+    ) -> None:
         """Which layers there are (param group, dimensions), and whose the ranges of each shard are (start, stop)."""
         self.layers = [Layer(*layer) for layer in layers]
         self.segments = {shard: [Segment(*segment) for segment in own] for shard, own in segments.items()}
@@ -79,8 +81,10 @@ class LayerwiseOptimizer(Rule):
     def take_sums(self, sums: Sequence[Sequence[float]], scale: float) -> None:
         """The sums of all layers, over all ranks, of this optimizer step."""
         groups = [self.param_groups[layer.group] for layer in self.layers]
-        self.ratios = [self.ratio(group, row, scale) if group["adapt_1d"] or layer.dimensions > 1 else 1.0
-                       for layer, group, row in zip(self.layers, groups, sums)]
+        self.ratios = [
+            self.ratio(group, row, scale) if group["adapt_1d"] or layer.dimensions > 1 else 1.0
+            for layer, group, row in zip(self.layers, groups, sums)
+        ]
 
     def begin(self) -> bool:
         return self._norms is not None or self._measure_whole_parameters()
@@ -90,12 +94,21 @@ class LayerwiseOptimizer(Rule):
         owned = [(k, p) for k, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None]
         if any(id(p) not in self._whole for _, p in owned):
             if any(p.grad.any() for _, p in owned):
-                raise RuntimeError(f"{type(self).__name__} was handed shards without knowing whose they are: call "
-                                   "optimizer.attach(engine) right after deepspeed.initialize")
+                raise RuntimeError(
+                    f"{type(self).__name__} was handed shards without knowing whose they are: call "
+                    "optimizer.attach(engine) right after deepspeed.initialize"
+                )
             return False  # DeepSpeed 0.19.8 steps once at stage 0 in half precision while it builds, without gradients
         self.follow([(k, p.dim()) for k, p in owned], {p: [(0, p.numel(), i)] for i, (_, p) in enumerate(owned)})
-        sums = [self.layer_sums(self.param_groups[k], flat_state(self.state.get(p, {})), p.reshape(-1).float(),
-                                p.grad.reshape(-1).float()).tolist() for k, p in owned]
+        sums = [
+            self.layer_sums(
+                self.param_groups[k],
+                flat_state(self.state.get(p, {})),
+                p.reshape(-1).float(),
+                p.grad.reshape(-1).float(),
+            ).tolist()
+            for k, p in owned
+        ]
         self.take_sums(sums, 1.0)
         return True
 
@@ -111,14 +124,15 @@ class LayerwiseOptimizer(Rule):
             for segment in self.segments_of(p):
                 whole = segment.stop - segment.start == p.numel()  # in whatever memory format it has
                 for column, tensor in zip(cut, tensors):
-                    column.append(tensor if whole else tensor.view(-1)[segment.start:segment.stop])
+                    column.append(tensor if whole else tensor.view(-1)[segment.start : segment.stop])
                 ratios.append(self.ratios[segment.layer])
         return cut, ratios
 
 
 def flat_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.reshape(-1) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in state.items()}
+    return {
+        key: value.reshape(-1) if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
+    }
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

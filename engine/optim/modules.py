@@ -6,7 +6,8 @@ module's name under `module`. There is one group per (module, weight decay): ZeR
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -42,9 +43,13 @@ def _owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def module_groups(model: nn.Module, modules: Mapping[str, Sequence[str]] | None = None, *,
-                  weight_decay: float | None = None,
-                  no_decay: bool | Callable[[str, nn.Parameter], bool] = False) -> list[dict[str, Any]]:
+def module_groups(
+    model: nn.Module,
+    modules: Mapping[str, Sequence[str]] | None = None,
+    *,
+    weight_decay: float | None = None,
+    no_decay: bool | Callable[[str, nn.Parameter], bool] = False,
+) -> list[dict[str, Any]]:
     """Param groups, one per (module, weight decay), of the trainable parameters.
 
     `modules` maps a name to prefixes of parameter names (`neck` covers `neck` and `neck.*`); without it they are

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +17,14 @@ _POSITIONS = ("relative_position_bias_table", "absolute_pos_embed")
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def param_groups(model: nn.Module, paramwise: ParamwiseConfig, *, lr: float, weight_decay: float,
-                 modules: Mapping[str, Sequence[str]] | None = None) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module,
+    paramwise: ParamwiseConfig,
+    *,
+    lr: float,
+    weight_decay: float,
+    modules: Mapping[str, Sequence[str]] | None = None,
+) -> list[dict[str, Any]]:
     """Groups with `module`, `weight_decay`, `lr` and `base_lr`, which the schedule multiplies."""
     modules = modules or detector_modules(model)
     _check_prefixes(paramwise.lr_mult, model)
@@ -30,16 +37,27 @@ def param_groups(model: nn.Module, paramwise: ParamwiseConfig, *, lr: float, wei
         homes = [m for m, prefixes in modules.items() if any(_below(name, prefix) for prefix in prefixes)]
         if len(homes) != 1:
             found = f"in modules {', '.join(homes)}" if homes else f"in none of the modules {', '.join(modules)}"
-            raise ConfigError(f'parameter "{name}" is {found}: name its module, and only one, in optimizer.params.modules')
-        scale = _dimensions(parameter) <= 1 and not name.endswith("bias")  # LayerScale, a temperature, a class's own norm
-        decays = (paramwise.norm_decay if isinstance(owner, _NORMS) or scale or name.endswith(_POSITIONS) else
-                  paramwise.bias_decay if name.endswith("bias") else True)
+            raise ConfigError(
+                f'parameter "{name}" is {found}: name its module, and only one, in optimizer.params.modules'
+            )
+        scale = _dimensions(parameter) <= 1 and not name.endswith(
+            "bias"
+        )  # LayerScale, a temperature, a class's own norm
+        decays = (
+            paramwise.norm_decay
+            if isinstance(owner, _NORMS) or scale or name.endswith(_POSITIONS)
+            else paramwise.bias_decay
+            if name.endswith("bias")
+            else True
+        )
         factor = max(((len(p), f) for p, f in paramwise.lr_mult.items() if _below(name, p)), default=(0, 1.0))[1]
         if name in layers:
             factor *= paramwise.layer_decay ** (depth - layers[name])
         decay = weight_decay if decays else 0.0
-        group = groups.setdefault((homes[0], decay, factor), {
-            "params": [], "module": homes[0], "weight_decay": decay, "lr": lr * factor, "base_lr": lr * factor})
+        group = groups.setdefault(
+            (homes[0], decay, factor),
+            {"params": [], "module": homes[0], "weight_decay": decay, "lr": lr * factor, "base_lr": lr * factor},
+        )
         group["params"].append(parameter)
     if not groups:
         raise ConfigError("every parameter is frozen: nothing to train")
@@ -68,7 +86,9 @@ def _check_prefixes(lr_mult: Mapping[str, float], model: nn.Module) -> None:
     for prefix in lr_mult:
         if not any(_below(name, prefix) for name in names):
             known = {name for name, _ in model.named_modules() if name}
-            raise ConfigError(f'optimizer.paramwise.lr_mult: no parameter begins with "{prefix}"{nearest(prefix, known)}')
+            raise ConfigError(
+                f'optimizer.paramwise.lr_mult: no parameter begins with "{prefix}"{nearest(prefix, known)}'
+            )
 
 
 def _backbone_layers(model: nn.Module) -> dict[str, int]:
@@ -88,6 +108,8 @@ def _backbone_layers(model: nn.Module) -> dict[str, int]:
             current = blocks.setdefault(block, len(blocks) + 1)
         layers[name] = current
     if not blocks:
-        raise ConfigError("optimizer.paramwise.layer_decay: the backbone has no blocks that are numbered by stage and "
-                          "place, such as layer3.1, so its layers cannot be counted: use lr_mult")
+        raise ConfigError(
+            "optimizer.paramwise.layer_decay: the backbone has no blocks that are numbered by stage and "
+            "place, such as layer3.1, so its layers cannot be counted: use lr_mult"
+        )
     return layers

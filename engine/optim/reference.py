@@ -31,11 +31,21 @@ def variance(u: list[Tensor], D: Tensor, estimator: str) -> float | None:
 class Twin:
     """What the two algorithms share: the blue lines."""
 
-    def __init__(self, weights: Gradients, *, tau: int, alpha: float, anchor: str, estimator: str = "halves",
-                 clip: tuple[float, float] = (0.1, 10), start_step: int = 0, ratio_eps: float = 1e-12) -> None:
+    def __init__(
+        self,
+        weights: Gradients,
+        *,
+        tau: int,
+        alpha: float,
+        anchor: str,
+        estimator: str = "halves",
+        clip: tuple[float, float] = (0.1, 10),
+        start_step: int = 0,
+        ratio_eps: float = 1e-12,
+    ) -> None:
         self.w, self.tau, self.alpha, self.anchor, self.estimator = weights, tau, alpha, anchor, estimator
         self.clip, self.start_step, self.e = clip, start_step, ratio_eps
-        self.mu = {i: 1.0 for i in weights}
+        self.mu = dict.fromkeys(weights, 1.0)
         self.phi: dict[str, float] = {}
         self.t = 0
 
@@ -66,8 +76,17 @@ def mean(u: list[Gradients], max_norm: float = 0.0) -> tuple[Gradients, list[Gra
 class ReferenceSGD(Twin):
     """Algorithm 1, with torch's momentum; `dampening=momentum` is the paper's."""
 
-    def __init__(self, weights: Gradients, lr: float, *, momentum: float = 0.9, dampening: float = 0.0,
-                 weight_decay: float = 0.0, max_norm: float = 0.0, **agvm) -> None:
+    def __init__(
+        self,
+        weights: Gradients,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        max_norm: float = 0.0,
+        **agvm,
+    ) -> None:
         super().__init__(weights, **agvm)
         self.lr, self.beta, self.dampening, self.decay, self.max_norm = lr, momentum, dampening, weight_decay, max_norm
         self.m = {i: [torch.zeros_like(w) for w in ws] for i, ws in weights.items()}
@@ -86,8 +105,17 @@ class ReferenceSGD(Twin):
 class ReferenceAdamW(Twin):
     """Algorithm 2, with torch's place of eps in the weight update."""
 
-    def __init__(self, weights: Gradients, lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.01, max_norm: float = 0.0, **agvm) -> None:
+    def __init__(
+        self,
+        weights: Gradients,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_norm: float = 0.0,
+        **agvm,
+    ) -> None:
         super().__init__(weights, **agvm)
         self.lr, self.betas, self.eps, self.decay, self.max_norm = lr, betas, eps, weight_decay, max_norm
         self.m = {i: [torch.zeros_like(w) for w in ws] for i, ws in weights.items()}
@@ -105,5 +133,5 @@ class ReferenceAdamW(Twin):
         self.modulate(u, {i: 1 / (flat(self.v[i]) + self.eps).sqrt() for i in self.w})
         for i in self.w:
             for w, m, v in zip(self.w[i], self.m[i], self.v[i]):
-                r = (m / (1 - beta1 ** self.t)) / ((v / (1 - beta2 ** self.t)).sqrt() + self.eps)
+                r = (m / (1 - beta1**self.t)) / ((v / (1 - beta2**self.t)).sqrt() + self.eps)
                 w -= self.lr * self.mu[i] * (r + self.decay * w)

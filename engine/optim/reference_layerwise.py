@@ -14,9 +14,19 @@ NEVER = 10**9
 
 
 class LayerwiseTwin(Twin):
-    def __init__(self, weights: Gradients, lr: float, *, weight_decay: float, max_norm: float = 0.0,
-                 adapt_1d: bool = False, tau: int = NEVER, alpha: float = 0.97, anchor: str = "backbone",
-                 **agvm) -> None:
+    def __init__(
+        self,
+        weights: Gradients,
+        lr: float,
+        *,
+        weight_decay: float,
+        max_norm: float = 0.0,
+        adapt_1d: bool = False,
+        tau: int = NEVER,
+        alpha: float = 0.97,
+        anchor: str = "backbone",
+        **agvm,
+    ) -> None:
         super().__init__(weights, tau=tau, alpha=alpha, anchor=anchor, **agvm)
         self.lr, self.decay, self.max_norm, self.adapt_1d = lr, weight_decay, max_norm, adapt_1d
 
@@ -28,9 +38,20 @@ class LayerwiseTwin(Twin):
 
 
 class ReferenceLARS(LayerwiseTwin):
-    def __init__(self, weights: Gradients, lr: float, *, momentum: float = 0.9, dampening: float = 0.0,
-                 nesterov: bool = False, trust_coefficient: float = 0.001, eps: float = 1e-8, norm: str = "of_sum",
-                 weight_decay: float = 0.0, **further) -> None:
+    def __init__(
+        self,
+        weights: Gradients,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        norm: str = "of_sum",
+        weight_decay: float = 0.0,
+        **further,
+    ) -> None:
         super().__init__(weights, lr, weight_decay=weight_decay, **further)
         self.beta, self.dampening, self.nesterov = momentum, dampening, nesterov
         self.coefficient, self.eps, self.norm = trust_coefficient, eps, norm
@@ -52,8 +73,17 @@ class ReferenceLARS(LayerwiseTwin):
 
 
 class ReferenceLAMB(LayerwiseTwin):
-    def __init__(self, weights: Gradients, lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
-                 weight_decay: float = 0.01, clamp: tuple[float, float] | None = None, **further) -> None:
+    def __init__(
+        self,
+        weights: Gradients,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        clamp: tuple[float, float] | None = None,
+        **further,
+    ) -> None:
         super().__init__(weights, lr, weight_decay=weight_decay, **further)
         self.betas, self.eps, self.clamp = betas, eps, clamp
         self.m, self.v = self.zeros(), self.zeros()

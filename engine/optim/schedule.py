@@ -52,5 +52,6 @@ def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
         raise ConfigError(f"the warm-up of {warmup} steps is longer than the run of {steps} steps: shorten it")
     # A milestone below 1 is a share of the run (so one line fits every length), from 1 on an epoch as mmdet counts.
     milestones = tuple(sorted(round(m * steps) if m < 1 else round(m * steps_per_epoch) for m in config.milestones))
-    return Schedule(steps=steps, steps_per_epoch=steps_per_epoch, warmup_steps=warmup, milestones=milestones,
-                    config=config)
+    return Schedule(
+        steps=steps, steps_per_epoch=steps_per_epoch, warmup_steps=warmup, milestones=milestones, config=config
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from engine.monitoring.records import write_json
 from engine.planning.partition import PlannedChunks, PlannedFlat, held_elements, module_shares
@@ -12,8 +12,12 @@ from engine.planning.settings import CommunicationSettings, WindowSettings
 from engine.planning.traffic import Collective, sent_bytes, times
 
 _MASTER = 4  # bytes of an fp32 weight
-_KINDS = {0: "all of it on every rank", 1: "optimizer state", 2: "optimizer state and gradients",
-          3: "weights, gradients and optimizer state"}
+_KINDS = {
+    0: "all of it on every rank",
+    1: "optimizer state",
+    2: "optimizer state and gradients",
+    3: "weights, gradients and optimizer state",
+}
 
 
 def size(count: float) -> str:
@@ -25,8 +29,10 @@ def size(count: float) -> str:
 
 def say_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSettings) -> None:
     ranks = f"of {layout.world} ranks" if settings.stage else f"on all of {layout.world} ranks"
-    print(f"shards  ZeRO-{settings.stage}: {_KINDS[settings.stage]}; fp32 bytes {ranks}, {size(_MASTER * layout.padding())} "
-          "of padding in all")
+    print(
+        f"shards  ZeRO-{settings.stage}: {_KINDS[settings.stage]}; fp32 bytes {ranks}, {size(_MASTER * layout.padding())} "
+        "of padding in all"
+    )
     print(f"  {'module':<22}{'in all':>11}{'least':>11}{'mean':>11}{'most':>11}{'empty ranks':>13}")
     for share in module_shares(layout):
         cells = [size(_MASTER * value) for value in (share.numel, share.least, share.mean, share.greatest)]
@@ -35,23 +41,31 @@ def say_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSetti
 
 def write_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSettings, path: Path) -> None:
     """How many elements of every module each rank holds, in the order of the ranks, as JSON."""
-    write_json(path, dict(stage=settings.stage, world=layout.world, holds=_KINDS[settings.stage],
-                          elements=held_elements(layout)))
+    write_json(
+        path,
+        dict(stage=settings.stage, world=layout.world, holds=_KINDS[settings.stage], elements=held_elements(layout)),
+    )
     print(f"layout  of {layout.world} ranks written to {path}")
 
 
-def say_traffic(collectives: Sequence[Collective], settings: CommunicationSettings, window: WindowSettings | None) -> None:
+def say_traffic(
+    collectives: Sequence[Collective], settings: CommunicationSettings, window: WindowSettings | None
+) -> None:
     if settings.world == 1:
         print("traffic none on one rank")
         return
     plain = [c for c in collectives if "window" not in c.when]
-    print(f"traffic of a plain step (payload of all calls, and what a rank sends in a ring); {settings.communication_dtype} "
-          "gradients")
+    print(
+        f"traffic of a plain step (payload of all calls, and what a rank sends in a ring); {settings.communication_dtype} "
+        "gradients"
+    )
     _say(plain, settings)
     if window is not None:
         print(f"traffic that an AGVM window adds ({window.kind})")
         _say([c for c in collectives if c.when == "window"], settings)
-        first = sum(times(c, settings.accumulation, first=True) * c.bytes for c in collectives if c.when == "first window")
+        first = sum(
+            times(c, settings.accumulation, first=True) * c.bytes for c in collectives if c.when == "first window"
+        )
         print(f"  the first window sends {size(first)} more to check itself")
 
 

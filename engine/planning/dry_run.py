@@ -7,8 +7,9 @@ failure is told together with everything else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -33,8 +34,13 @@ from engine.work_dir import check_new_work_dir
 
 T = TypeVar("T")
 # Of COCO (ADE20K for semantic, ImageNet for classification): training images, classes of objects, other classes.
-_USUAL = {"detection": (117266, 80, 0), "instance": (117266, 80, 0), "panoptic": (118287, 80, 53),
-          "semantic": (20210, 150, 0), "classification": (1281167, 1000, 0)}
+_USUAL = {
+    "detection": (117266, 80, 0),
+    "instance": (117266, 80, 0),
+    "panoptic": (118287, 80, 53),
+    "semantic": (20210, 150, 0),
+    "classification": (1281167, 1000, 0),
+}
 
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -74,8 +80,11 @@ def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None)
     work_dir = then.attempt(check_new_work_dir, config)
     config = resolve(config, plan, work_dir or Path(config.run.work_dir or "work_dirs"))
     classes, images = _data(config, then)
-    print(f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
-          f"{plan.micro_batches} micro-batches an optimizer step", flush=True)
+    print(
+        f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
+        f"{plan.micro_batches} micro-batches an optimizer step",
+        flush=True,
+    )
     with fake_ranks(plan.world), on_meta():
         first.attempt(check_deepspeed, config.deepspeed)  # which wants to know the number of ranks
         model = then.attempt(_model, config, classes)
@@ -89,10 +98,14 @@ def _data(config: RunConfig, failures: Failures) -> tuple[Classes, int]:
     built = failures.attempt(task_of(config).build_data)
     if built is not None:
         train, val, classes = built
-        print(f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, {len(classes.all)} classes")
+        print(
+            f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, {len(classes.all)} classes"
+        )
         return classes, len(train.dataset)
     images, things, stuff = _USUAL[config.data.task]
-    print(f"data    not read; as in the usual data set, {images} training images and {things + stuff} classes are assumed")
+    print(
+        f"data    not read; as in the usual data set, {images} training images and {things + stuff} classes are assumed"
+    )
     names = [f"class {k}" for k in range(1, things + stuff + 1)]
     return Classes(tuple(names[:things]), tuple(names[things:]), tuple(range(1, things + stuff + 1))), images
 
@@ -110,8 +123,9 @@ def _model(config: RunConfig, classes: Classes) -> nn.Module:
     return build_model(config.model_copy(update={"detector": detector}), classes, empty=True)
 
 
-def _build(config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, failures: Failures,
-           layout_file: Path | None) -> None:
+def _build(
+    config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, failures: Failures, layout_file: Path | None
+) -> None:
     batches = GlobalBatches(size=images, batch=plan.total, seed=config.run.seed)
     schedule = failures.attempt(build_schedule, config.schedule, batches.steps_per_epoch)
     warmup = schedule.warmup_steps if schedule is not None else 0
@@ -138,8 +152,18 @@ def _build(config: RunConfig, plan: BatchPlan, model: nn.Module, images: int, fa
     if layout_file is not None:
         write_layout(layout, settings, layout_file)
     window = window_settings(config.optimizer.type, config.optimizer.params)
-    say_traffic(step_traffic(parameters, settings, window=window, uses=uses, norms=norms,
-                             layer_numbers=layer_numbers(config.optimizer.type)), settings, window)
+    say_traffic(
+        step_traffic(
+            parameters,
+            settings,
+            window=window,
+            uses=uses,
+            norms=norms,
+            layer_numbers=layer_numbers(config.optimizer.type),
+        ),
+        settings,
+        window,
+    )
 
 
 def _check_windows(optimizer: Any, schedule: Schedule) -> None:
@@ -148,9 +172,11 @@ def _check_windows(optimizer: Any, schedule: Schedule) -> None:
         return
     first = (modulator.start_step // modulator.tau + 1) * modulator.tau
     if first > schedule.steps:
-        raise ConfigError(f"AGVM's first window is step {first} (tau {modulator.tau}, after start_step "
-                          f"{modulator.start_step}) but the run has {schedule.steps} steps: lengthen it, or lower "
-                          "optimizer.params.tau or start_step")
+        raise ConfigError(
+            f"AGVM's first window is step {first} (tau {modulator.tau}, after start_step "
+            f"{modulator.start_step}) but the run has {schedule.steps} steps: lengthen it, or lower "
+            "optimizer.params.tau or start_step"
+        )
     windows = (schedule.steps - first) // modulator.tau + 1
     print(f"AGVM    windows: {windows}, from step {first} on, every {modulator.tau}; estimator {modulator.estimator}")
 
@@ -172,19 +198,26 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: An
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"DeepSpeed does not accept this config ({_first_line(error)})") from error
     except RuntimeError as error:  # an option of which DeepSpeed looks at the data
-        raise NotKnown(f"DeepSpeed's engine cannot be built without storage ({_first_line(error)}), so neither it nor what "
-                       "comes after it was checked: try the run for one step on two ranks") from error
+        raise NotKnown(
+            f"DeepSpeed's engine cannot be built without storage ({_first_line(error)}), so neither it nor what "
+            "comes after it was checked: try the run for one step on two ranks"
+        ) from error
     try:
         built = layout_of(engine)
         _attach(config, engine, optimizer, built, keys)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if planned is not None and built.fragments != planned.fragments:
-        raise ConfigError(f"DeepSpeed {deepspeed.__version__} lays out its shards in another way than "
-                          "engine/planning/partition.py: use deepspeed 0.19.x")
-    print(f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {built.rank} of "
-          f"{built.world} on the meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
-          f"{'lie as planned' if planned is not None else 'were not planned'}", flush=True)
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} lays out its shards in another way than "
+            "engine/planning/partition.py: use deepspeed 0.19.x"
+        )
+    print(
+        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {built.rank} of "
+        f"{built.world} on the meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
+        f"{'lie as planned' if planned is not None else 'were not planned'}",
+        flush=True,
+    )
 
 
 def _without_offloading(deepspeed: dict[str, Any], keys: list[str]) -> dict[str, Any]:
@@ -195,8 +228,10 @@ def _without_offloading(deepspeed: dict[str, Any], keys: list[str]) -> dict[str,
         if asked["device"] == "nvme" and not asked.get("nvme_path"):
             raise ConfigError(f"zero_optimization.{key} to nvme has no nvme_path: give a folder on that disk")
     if "offload_optimizer" in keys and zero.get("stage", 0) in (1, 2) and not zero.get("compute_grad_norm", True):
-        raise ConfigError("DeepSpeed does not accept this config (zero_optimization.compute_grad_norm=false does not support "
-                          "optimizer offload)")
+        raise ConfigError(
+            "DeepSpeed does not accept this config (zero_optimization.compute_grad_norm=false does not support "
+            "optimizer offload)"
+        )
     return {**deepspeed, "zero_optimization": zero}
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,13 @@ def on_meta() -> Iterator[None]:
     from deepspeed.runtime.zero import stage3
 
     accelerator, defragment = get_accelerator(), stage3.defragment
-    answers = {"device_name": "meta", "current_device_name": "meta", "current_device": "meta",
-               "is_fp16_supported": True, "is_bf16_supported": True}
+    answers = {
+        "device_name": "meta",
+        "current_device_name": "meta",
+        "current_device": "meta",
+        "is_fp16_supported": True,
+        "is_bf16_supported": True,
+    }
     for name, answer in answers.items():
         setattr(accelerator, name, lambda *_, answer=answer: answer)
     stage3.defragment = _defragment

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from engine.planning.gathers import Use, _Coordinator
 from engine.planning.partition import Parameter
@@ -34,8 +35,9 @@ class _Weighed(_Coordinator):
         self.is_forward &= use.module != self.uses[0].module  # the whole model has run
 
 
-def most_gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
-                  uses: Sequence[Use]) -> Gathered:
+def most_gathered(
+    parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int], uses: Sequence[Use]
+) -> Gathered:
     """The most elements of gathered parameters that are there at a time, those that are always whole left out.
 
     A parameter is copied out of the buffer that came, and that buffer stays as long as one of its parameters has not

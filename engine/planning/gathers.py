@@ -9,7 +9,8 @@ forward to its backward use is shorter than that, and twice where it is longer.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -38,7 +39,9 @@ def model_uses(model: nn.Module) -> list[Use]:
     def visit(module: nn.Module, *, backward: bool) -> list[Use]:
         members = tuple(sorted(places[id(p)] for p in module.parameters(recurse=False)))
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
-        inner = [use for child in (reversed(children) if backward else children) for use in visit(child, backward=backward)]
+        inner = [
+            use for child in (reversed(children) if backward else children) for use in visit(child, backward=backward)
+        ]
         uses = [Use(numbers[module], members, True), *inner, Use(numbers[module], members, False)]
         if backward and is_recomputed(module):
             uses = [*visit(module, backward=False), *uses]
@@ -50,8 +53,12 @@ def model_uses(model: nn.Module) -> list[Use]:
     return [*visit(model, backward=False), *back]
 
 
-def gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
-             uses: Sequence[Use] | None = None) -> list[tuple[int, ...]]:
+def gathered(
+    parameters: Sequence[Parameter],
+    settings: CommunicationSettings,
+    persistent: set[int],
+    uses: Sequence[Use] | None = None,
+) -> list[tuple[int, ...]]:
     """The parameters of every all-gather of a micro-step, in order."""
     if uses is None:
         forward = [Use(i, (i,), fetch) for i in range(len(parameters)) for fetch in (True, False)]
@@ -63,8 +70,13 @@ def gathered(parameters: Sequence[Parameter], settings: CommunicationSettings, p
 class _Coordinator:
     """DeepSpeed's PartitionedParameterCoordinator with a complete trace."""
 
-    def __init__(self, parameters: Sequence[Parameter], settings: CommunicationSettings, persistent: set[int],
-                 uses: Sequence[Use]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        settings: CommunicationSettings,
+        persistent: set[int],
+        uses: Sequence[Use],
+    ) -> None:
         self.numel = [p.numel for p in parameters]
         self.settings, self.persistent, self.uses = settings, persistent, uses
         self.fetches = [use for use in uses if use.fetch]
@@ -94,7 +106,7 @@ class _Coordinator:
         if missing:
             self.available += sum(self.numel[i] for i in missing)
             self.calls.append(missing)
-            self.in_flight.update({i: missing for i in missing})
+            self.in_flight.update(dict.fromkeys(missing, missing))
 
     def _land(self, i: int) -> None:
         if i in self.in_flight:

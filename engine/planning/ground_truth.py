@@ -23,12 +23,19 @@ def ground_truth(data: DataConfig, classes: Classes, *, micro: int, height: int,
     generator = torch.Generator().manual_seed(0)
     samples = []
     for _ in range(micro):
-        sample = DetDataSample(metainfo=dict(
-            img_shape=(height, width), pad_shape=(height, width), ori_shape=(height, width),
-            batch_input_shape=(height, width), scale_factor=(1.0, 1.0)))
+        sample = DetDataSample(
+            metainfo=dict(
+                img_shape=(height, width),
+                pad_shape=(height, width),
+                ori_shape=(height, width),
+                batch_input_shape=(height, width),
+                scale_factor=(1.0, 1.0),
+            )
+        )
         sample.gt_instances = InstanceData(
             bboxes=random_boxes(objects, height, width, generator),
-            labels=torch.randint(0, len(classes.things), (objects,), generator=generator))
+            labels=torch.randint(0, len(classes.things), (objects,), generator=generator),
+        )
         sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
         if data.task in ("instance", "panoptic"):
             sample.gt_instances.masks = BitmapMasks(np.ones((objects, height, width), np.uint8), height, width)
@@ -60,5 +67,6 @@ def proposals_near(sample: Any, count: int) -> Any:
     number = torch.arange(count)
     near = objects[number % len(objects)] + torch.rand(count, 4, generator=generator)
     boxes = torch.where((number % 2 == 0)[:, None], near, random_boxes(count, height, width, generator))
-    return InstanceData(bboxes=boxes, scores=torch.rand(count, generator=generator),
-                        labels=torch.zeros(count, dtype=torch.long))
+    return InstanceData(
+        bboxes=boxes, scores=torch.rand(count, generator=generator), labels=torch.zeros(count, dtype=torch.long)
+    )

@@ -8,9 +8,10 @@ detector in eager PyTorch reaches: it is the number that a measured step replace
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from engine.config.errors import UserError, nearest
 
@@ -51,21 +52,69 @@ class Hardware:
         return min(self.intra_bandwidth, self.inter_bandwidth * self.gpus_per_node)
 
 
-CARDS = {card.name: card for card in (
-    Hardware(name="a100-80g", memory=80e9, float32=156e12, bfloat16=312e12, float16=312e12, memory_bandwidth=2.039e12,
-             intra_bandwidth=240e9, inter_bandwidth=25e9),
-    Hardware(name="a100-40g", memory=40e9, float32=156e12, bfloat16=312e12, float16=312e12, memory_bandwidth=1.555e12,
-             intra_bandwidth=240e9, inter_bandwidth=25e9),
-    Hardware(name="h100-80g", memory=80e9, float32=494e12, bfloat16=989e12, float16=989e12, memory_bandwidth=3.35e12,
-             intra_bandwidth=360e9, inter_bandwidth=50e9),
-    # No bf16 arithmetic: it is computed in fp32.
-    Hardware(name="v100-32g", memory=32e9, float32=15.7e12, bfloat16=15.7e12, float16=125e12, memory_bandwidth=0.9e12,
-             intra_bandwidth=120e9, inter_bandwidth=12.5e9),
-    # A core of a server CPU without bf16 arithmetic as one rank: for plans of tests and demos.
-    Hardware(name="cpu-core", memory=12e9, reserved=1.0e9, float32=60e9, bfloat16=20e9, float16=20e9,
-             memory_bandwidth=10e9, launch=2e-5, gpus_per_node=64, intra_bandwidth=1.5e9, inter_bandwidth=1e9,
-             latency=2e-4, host_bandwidth=10e9, disk=2e8),
-)}
+CARDS = {
+    card.name: card
+    for card in (
+        Hardware(
+            name="a100-80g",
+            memory=80e9,
+            float32=156e12,
+            bfloat16=312e12,
+            float16=312e12,
+            memory_bandwidth=2.039e12,
+            intra_bandwidth=240e9,
+            inter_bandwidth=25e9,
+        ),
+        Hardware(
+            name="a100-40g",
+            memory=40e9,
+            float32=156e12,
+            bfloat16=312e12,
+            float16=312e12,
+            memory_bandwidth=1.555e12,
+            intra_bandwidth=240e9,
+            inter_bandwidth=25e9,
+        ),
+        Hardware(
+            name="h100-80g",
+            memory=80e9,
+            float32=494e12,
+            bfloat16=989e12,
+            float16=989e12,
+            memory_bandwidth=3.35e12,
+            intra_bandwidth=360e9,
+            inter_bandwidth=50e9,
+        ),
+        # No bf16 arithmetic: it is computed in fp32.
+        Hardware(
+            name="v100-32g",
+            memory=32e9,
+            float32=15.7e12,
+            bfloat16=15.7e12,
+            float16=125e12,
+            memory_bandwidth=0.9e12,
+            intra_bandwidth=120e9,
+            inter_bandwidth=12.5e9,
+        ),
+        # A core of a server CPU without bf16 arithmetic as one rank: for plans of tests and demos.
+        Hardware(
+            name="cpu-core",
+            memory=12e9,
+            reserved=1.0e9,
+            float32=60e9,
+            bfloat16=20e9,
+            float16=20e9,
+            memory_bandwidth=10e9,
+            launch=2e-5,
+            gpus_per_node=64,
+            intra_bandwidth=1.5e9,
+            inter_bandwidth=1e9,
+            latency=2e-4,
+            host_bandwidth=10e9,
+            disk=2e8,
+        ),
+    )
+}
 
 
 def find_hardware(name: str, changes: Sequence[str] = ()) -> Hardware:
@@ -75,7 +124,9 @@ def find_hardware(name: str, changes: Sequence[str] = ()) -> Hardware:
     elif Path(name).is_file():
         hardware = _from_file(Path(name))
     else:
-        raise UserError(f'there is no card "{name}"{nearest(name, CARDS)}: give one of {", ".join(CARDS)}, or a JSON file')
+        raise UserError(
+            f'there is no card "{name}"{nearest(name, CARDS)}: give one of {", ".join(CARDS)}, or a JSON file'
+        )
     for change in changes:
         key, _, text = change.partition("=")
         hardware = _changed(hardware, {key: text}, f"--set-hardware {change}")
@@ -88,7 +139,9 @@ def _from_file(path: Path) -> Hardware:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict) or values.get("base") not in CARDS:
-        raise UserError(f'{path} must be a JSON object with "base", one of {", ".join(CARDS)}, and the fields that differ')
+        raise UserError(
+            f'{path} must be a JSON object with "base", one of {", ".join(CARDS)}, and the fields that differ'
+        )
     base = CARDS[values.pop("base")]
     return _changed(replace(base, name=str(values.pop("name", path.stem))), values, str(path))
 
@@ -97,12 +150,16 @@ def _changed(hardware: Hardware, values: dict[str, Any], source: str) -> Hardwar
     known = [field.name for field in fields(Hardware) if field.name != "name"]
     for key, value in values.items():
         if key not in known:
-            raise UserError(f'{source}: "{key}" is no number of a card{nearest(key, known)}: they are {", ".join(known)}')
+            raise UserError(
+                f'{source}: "{key}" is no number of a card{nearest(key, known)}: they are {", ".join(known)}'
+            )
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = float("nan")
-        if not 0 <= number < float("inf") or (number == 0 and key not in ("reserved", "fragmentation", "latency", "launch")):
+        if not 0 <= number < float("inf") or (
+            number == 0 and key not in ("reserved", "fragmentation", "latency", "launch")
+        ):
             raise UserError(f"{source}: {key} must be a positive number, got {value!r}")
         if key == "gpus_per_node" and number != int(number):
             raise UserError(f"{source}: {key} must be a whole number >= 1, got {value!r}")

@@ -25,9 +25,12 @@ class Known(NamedTuple):
 
 
 # Of COCO those with annotations, as `data.keep_empty` false leaves them: of 118,287.
-_PUBLIC = {"coco": Known(117_266, 5_000, 80, 0, "COCO 2017"), "panoptic": Known(118_287, 5_000, 80, COCO_STUFF, "COCO 2017"),
-           "ade20k": Known(20_210, 2_000, 150, 0, "ADE20K"),
-           "objects365": Known(638_630, 30_000, 365, 0, "Objects365 v1, about")}
+_PUBLIC = {
+    "coco": Known(117_266, 5_000, 80, 0, "COCO 2017"),
+    "panoptic": Known(118_287, 5_000, 80, COCO_STUFF, "COCO 2017"),
+    "ade20k": Known(20_210, 2_000, 150, 0, "ADE20K"),
+    "objects365": Known(638_630, 30_000, 365, 0, "Objects365 v1, about"),
+}
 _COCO_ALL = 118_287
 
 
@@ -38,12 +41,15 @@ def known_data(config: RunConfig, *, images: int | None = None, classes: int | N
             raise UserError(f"{name} must be a whole number >= 1, got {value}")
     found = _from_files(config, count=images is None) or _public(config)
     if found is None and (images is None or classes is None):
-        raise UserError(f"the data of this config is not on this machine and not a public set that is known here: give "
-                        f"{'--images' if images is None else '--classes'}, the number of training "
-                        f"{'images' if images is None else 'classes'}")
+        raise UserError(
+            f"the data of this config is not on this machine and not a public set that is known here: give "
+            f"{'--images' if images is None else '--classes'}, the number of training "
+            f"{'images' if images is None else 'classes'}"
+        )
     found = found or Known(images, None, classes, 0, "as given")
-    return found._replace(train=images or found.train, things=classes or found.things,
-                          source="as given" if images else found.source)
+    return found._replace(
+        train=images or found.train, things=classes or found.things, source="as given" if images else found.source
+    )
 
 
 def _from_files(config: RunConfig, *, count: bool) -> Known | None:
@@ -65,19 +71,25 @@ def _from_files(config: RunConfig, *, count: bool) -> Known | None:
 def _drawn(data: DataConfig) -> Known:
     stuff = len(STUFF) if data.task in ("panoptic", "semantic") else 0
     things = len(THINGS) + (stuff if data.task == "semantic" else 0)
-    return Known(data.shapes.train_images, data.shapes.val_images, things, 0 if data.task == "semantic" else stuff, "drawn")
+    return Known(
+        data.shapes.train_images, data.shapes.val_images, things, 0 if data.task == "semantic" else stuff, "drawn"
+    )
 
 
 def _counted(data: DataConfig, split: SplitConfig, *, leave_out_empty: bool = True) -> tuple[int, Classes]:
     """Images of a split, where asked without those that show no object, and its classes."""
     content = read_annotations(split.annotations)
     classes = read_classes(content, panoptic=data.task == "panoptic")
-    return len(images_with_objects(content, classes, split.annotations) if leave_out_empty else content["images"]), classes
+    return len(
+        images_with_objects(content, classes, split.annotations) if leave_out_empty else content["images"]
+    ), classes
 
 
 def _public(config: RunConfig) -> Known | None:
     data = config.data
-    names = " ".join(str(x).lower() for x in (data.train and data.train.annotations, config.name, config.detector.config))
+    names = " ".join(
+        str(x).lower() for x in (data.train and data.train.annotations, config.name, config.detector.config)
+    )
     if data.dataset == "ade20k":
         return _PUBLIC["ade20k"]
     if "objects365" in names or "o365" in names:
@@ -90,5 +102,8 @@ def _public(config: RunConfig) -> Known | None:
 
 def planned_classes(known: Known) -> Classes:
     """Classes without their names."""
-    return Classes(tuple(f"thing {i}" for i in range(known.things)), tuple(f"stuff {i}" for i in range(known.stuff)),
-                   tuple(range(known.things + known.stuff)))
+    return Classes(
+        tuple(f"thing {i}" for i in range(known.things)),
+        tuple(f"stuff {i}" for i in range(known.stuff)),
+        tuple(range(known.things + known.stuff)),
+    )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +34,9 @@ class LiveBytes(TorchDispatchMode):
         """Count every tensor that the garbage collector knows now."""
         gc.collect()
         for item in gc.get_objects():
-            if issubclass(type(item), Tensor) and item.device.type != "meta":  # some proxies warn when asked what they are
+            if (
+                issubclass(type(item), Tensor) and item.device.type != "meta"
+            ):  # some proxies warn when asked what they are
                 self.follow(item)
 
     def restart_peak(self) -> int:

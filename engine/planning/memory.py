@@ -16,8 +16,8 @@ The peak is the highest of forward, backward (replayed gradient by gradient), re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
 
 from engine.planning.gathered_memory import Gathered, most_gathered
 from engine.planning.gathers import Use
@@ -54,16 +54,35 @@ def optimizer_moments(kind: str, params: dict) -> int:
     return 1 if kind in ("Adagrad", "RMSprop") else 2
 
 
-def plan_memory(trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, *, moments: int,
-                window: WindowSettings | None = None, offload: str = "none", buffers: int = 0,
-                uses: Sequence[Use] = (), average: bool = False) -> Memory:
+def plan_memory(
+    trace: StepTrace,
+    parameters: Sequence[Parameter],
+    settings: CommunicationSettings,
+    *,
+    moments: int,
+    window: WindowSettings | None = None,
+    offload: str = "none",
+    buffers: int = 0,
+    uses: Sequence[Use] = (),
+    average: bool = False,
+) -> Memory:
     """`average` is run.ema: one more fp32 copy of this rank's share."""
     return _Plan(trace, parameters, settings, moments, window, offload, buffers, uses, average).memory()
 
 
 class _Plan:
-    def __init__(self, trace: StepTrace, parameters: Sequence[Parameter], settings: CommunicationSettings, moments: int,
-                 window: WindowSettings | None, offload: str, buffers: int, uses: Sequence[Use], average: bool) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        parameters: Sequence[Parameter],
+        settings: CommunicationSettings,
+        moments: int,
+        window: WindowSettings | None,
+        offload: str,
+        buffers: int,
+        uses: Sequence[Use],
+        average: bool,
+    ) -> None:
         self.trace, self.parameters, self.settings, self.moments = trace, parameters, settings, moments
         self.window, self.offload, self.buffers, self.uses, self.average = window, offload, buffers, uses, average
         # DeepSpeed's BF16_Optimizer, which is not ZeRO's: it has no buckets and reduces as stage 0 does.
@@ -166,8 +185,9 @@ class _Plan:
         gradients = parts["gradients"] - always
         before = gradients if several else 0.0  # of the micro-steps before
         memory.phases["forward"] = base + before + trace.forward_peak + self.size * gathered.forward
-        memory.phases["backward"] = (base + before + parts["AGVM window"] + self._backward(several)
-                                     + self.size * gathered.backward)
+        memory.phases["backward"] = (
+            base + before + parts["AGVM window"] + self._backward(several) + self.size * gathered.backward
+        )
         held = 0.0 if s.stage == 3 else gradients
         if s.stage == 0 or self.whole_fp32_gradient:
             size = 4 if self.whole_fp32_gradient else self.size
@@ -187,7 +207,9 @@ class _Plan:
                 held += 0.0 if several else event.bytes
                 continue
             if elements + numel > s.reduce_bucket_size:
-                if s.stage == 2 and elements and not several and self.offload == "none":  # the first reduction lays them out
+                if (
+                    s.stage == 2 and elements and not several and self.offload == "none"
+                ):  # the first reduction lays them out
                     partition = self.size * self._gradient_elements()
                 waiting, elements = 0.0, 0
             if numel > s.reduce_bucket_size:

@@ -18,7 +18,9 @@ def synced_norms(model: nn.Module) -> list[SyncedNorm]:
     norms = []
     for name, module in model.named_modules():
         if isinstance(module, Fp32BatchNorm) and module.synchronise and module.training:
-            home = next((home for home, prefixes in homes.items()
-                         if any(name.startswith(f"{prefix}.") for prefix in prefixes)), name.split(".")[0])
+            home = next(
+                (home for home, prefixes in homes.items() if any(name.startswith(f"{prefix}.") for prefix in prefixes)),
+                name.split(".")[0],
+            )
             norms.append(SyncedNorm(module.num_features, home, forward=2 if name.startswith(blocks) else 1))
     return norms

@@ -7,7 +7,6 @@ its bytes alone. A view costs nothing.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -32,8 +31,13 @@ def operator_cost(function: Any, args: Any, kwargs: dict[str, Any], result: Any)
     return _flops(function, args, kwargs, result), size, str(main.dtype).removeprefix("torch.")
 
 
-_ONLY_ALLOCATES = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
-                   torch.ops.aten.empty_strided, torch.ops.aten.new_empty_strided)
+_ONLY_ALLOCATES = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty_strided,
+)
 
 
 def _flops(function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -78,7 +82,11 @@ def _attention_backward(args: Any, result: Any) -> int:
     return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
 
 
-_OWN = {"torchvision.deform_conv2d": _deform_conv, "torchvision._deform_conv2d_backward": _deform_conv_backward,
-        "torchvision.roi_align": _roi_align, "torchvision._roi_align_backward": _roi_align_backward,
-        "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
-        "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward}
+_OWN = {
+    "torchvision.deform_conv2d": _deform_conv,
+    "torchvision._deform_conv2d_backward": _deform_conv_backward,
+    "torchvision.roi_align": _roi_align,
+    "torchvision._roi_align_backward": _roi_align_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}

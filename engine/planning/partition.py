@@ -12,8 +12,9 @@ The same layouts as `engine/zero/layout.py` reads off a running engine, from siz
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -83,8 +84,12 @@ class _Planned:
     def fragments(self) -> list[Fragment]:
         """Of this rank, made when first asked for."""
         if self._fragments is None:
-            self._fragments = [Fragment(i, start, stop, *self.place(i, start)) for i in range(len(self.parameters))
-                               for rank, start, stop in self.ranges(i) if rank == self.rank]
+            self._fragments = [
+                Fragment(i, start, stop, *self.place(i, start))
+                for i in range(len(self.parameters))
+                for rank, start, stop in self.ranges(i)
+                if rank == self.rank
+            ]
         return self._fragments
 
     def elements(self) -> dict[str, list[int]]:
@@ -100,8 +105,16 @@ class _Planned:
 class PlannedChunks(_Planned, Layout):
     """Stage 3, and stage 0 for AGVM's sums."""
 
-    def __init__(self, parameters: Sequence[Parameter], order: Sequence[int], world: int, rank: int, *,
-                 sharded: bool, sub_group_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        order: Sequence[int],
+        world: int,
+        rank: int,
+        *,
+        sharded: bool,
+        sub_group_size: int,
+    ) -> None:
         self._plan(parameters, order, world, rank)
         self.keeps_local = not sharded
         self.sharded = sharded
@@ -123,14 +136,24 @@ class PlannedChunks(_Planned, Layout):
 
     def padding(self) -> int:
         """Elements over all ranks that belong to no parameter."""
-        return sum(self.chunk(i) * self.world - self.numel(i) for i in range(len(self.parameters))) if self.sharded else 0
+        return (
+            sum(self.chunk(i) * self.world - self.numel(i) for i in range(len(self.parameters))) if self.sharded else 0
+        )
 
 
 class PlannedFlat(_Planned, Flat):
     """Stages 1 and 2."""
 
-    def __init__(self, parameters: Sequence[Parameter], order: Sequence[int], world: int, rank: int, *,
-                 alignment: int, stage: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        order: Sequence[int],
+        world: int,
+        rank: int,
+        *,
+        alignment: int,
+        stage: int,
+    ) -> None:
         self._plan(parameters, order, world, rank)
         self.keeps_local = stage == 1
         self.position: list[int] = []
@@ -155,13 +178,23 @@ def plan_layout(parameters: Sequence[Parameter], sharding: Sharding, rank: int =
     members = [[i for i, p in enumerate(parameters) if p.group == k and p.numel] for k in groups]
     if sharding.stage in (1, 2):
         if sharding.round_robin_gradients:
-            members = [[i for first in range(min(sharding.world, len(group))) for i in group[first::sharding.world]]
-                       for group in members]
+            members = [
+                [i for first in range(min(sharding.world, len(group))) for i in group[first :: sharding.world]]
+                for group in members
+            ]
         size = BYTES[sharding.dtype]
         alignment = 16 // math.gcd(16, size) if sharding.parameter_alignment else 1
-        return PlannedFlat(parameters, sum(members, []), sharding.world, rank, alignment=alignment, stage=sharding.stage)
-    return PlannedChunks(parameters, sum(members, []), sharding.world, rank, sharded=sharding.stage == 3,
-                         sub_group_size=sharding.sub_group_size)
+        return PlannedFlat(
+            parameters, sum(members, []), sharding.world, rank, alignment=alignment, stage=sharding.stage
+        )
+    return PlannedChunks(
+        parameters,
+        sum(members, []),
+        sharding.world,
+        rank,
+        sharded=sharding.stage == 3,
+        sub_group_size=sharding.sub_group_size,
+    )
 
 
 class ModuleShare(NamedTuple):
@@ -191,5 +224,14 @@ def held_elements(layout: PlannedChunks | PlannedFlat) -> dict[str, list[int]]:
 def module_shares(layout: PlannedChunks | PlannedFlat) -> list[ModuleShare]:
     """One line for each module."""
     totals = {module: sum(counts) for module, counts in layout.elements().items()}
-    return [ModuleShare(module, totals[module], min(counts), sum(counts) / layout.world, max(counts),
-                        sum(count == 0 for count in counts)) for module, counts in held_elements(layout).items()]
+    return [
+        ModuleShare(
+            module,
+            totals[module],
+            min(counts),
+            sum(counts) / layout.world,
+            max(counts),
+            sum(count == 0 for count in counts),
+        )
+        for module, counts in held_elements(layout).items()
+    ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +17,15 @@ from engine.planning.image_sizes import ImageSizes, Size
 from engine.planning.known_data import known_data, planned_classes
 from engine.planning.memory import OFFLOADS, Memory, optimizer_moments, plan_memory
 from engine.planning.partition import Parameter, parameters_of
-from engine.planning.settings import CommunicationSettings, communication_settings, layer_numbers, offload_device, refuse_sam, \
-    stage_refused, window_settings
+from engine.planning.settings import (
+    CommunicationSettings,
+    communication_settings,
+    layer_numbers,
+    offload_device,
+    refuse_sam,
+    stage_refused,
+    window_settings,
+)
 from engine.planning.shape_model import build_shape_model
 from engine.planning.step_trace import StepTrace, trace_model
 from engine.planning.traffic import Collective, step_traffic
@@ -28,8 +36,16 @@ BACKBONE = ["backbone"]  # what is recomputed where the config does not say
 class Plan:
     """Everything is worked out when first asked for. `world` may be changed by `at`, which shares the traces."""
 
-    def __init__(self, config: RunConfig, world: int, *, images: int | None = None, classes: int | None = None,
-                 fixed_size: Size | None = None, objects: int = 7) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: int,
+        *,
+        images: int | None = None,
+        classes: int | None = None,
+        fixed_size: Size | None = None,
+        objects: int = 7,
+    ) -> None:
         if world < 1:
             raise UserError(f"--world-size must be a whole number >= 1, got {world}")
         if objects < 1:
@@ -37,8 +53,10 @@ class Plan:
         refuse_sam(config)
         self.config, self.world, self.objects = config, world, objects
         if stage_refused(config, self.stage):
-            raise ConfigError(f"{config.optimizer.type} does not support fp16 at ZeRO stage 0: set zero_optimization.stage to "
-                              "1, 2 or 3, or use bf16")
+            raise ConfigError(
+                f"{config.optimizer.type} does not support fp16 at ZeRO stage 0: set zero_optimization.stage to "
+                "1, 2 or 3, or use bf16"
+            )
         self.batch: BatchPlan = solve_batch(config.deepspeed, world)
         with fake_ranks(world):  # which DeepSpeed asks for their number
             check_deepspeed({**config.deepspeed, **self.batch.as_keys()})
@@ -76,8 +94,16 @@ class Plan:
                 model, mode = build_shape_model(config, classes)
                 if not self.parameters or recompute == self.recomputed:
                     self._describe(model)
-                self._traces[key] = trace_model(model, mode, config, classes, micro=self.batch.micro,
-                                                height=size.height, width=size.width, objects=self.objects)
+                self._traces[key] = trace_model(
+                    model,
+                    mode,
+                    config,
+                    classes,
+                    micro=self.batch.micro,
+                    height=size.height,
+                    width=size.width,
+                    objects=self.objects,
+                )
         return self._traces[key]
 
     def _with_recomputation(self, recompute: bool) -> RunConfig:
@@ -104,21 +130,38 @@ class Plan:
         if settings not in self._traffic:
             window = window_settings(self.config.optimizer.type, self.config.optimizer.params)
             self._traffic[settings] = step_traffic(
-                self.parameters, settings, window=window, uses=self.uses, order=order,
-                layer_numbers=layer_numbers(self.config.optimizer.type))
+                self.parameters,
+                settings,
+                window=window,
+                uses=self.uses,
+                order=order,
+                layer_numbers=layer_numbers(self.config.optimizer.type),
+            )
         return self._traffic[settings]
 
-    def memory(self, stage: int | None = None, *, offload: str | None = None, recompute: bool | None = None,
-               window: bool = True) -> Memory:
+    def memory(
+        self,
+        stage: int | None = None,
+        *,
+        offload: str | None = None,
+        recompute: bool | None = None,
+        window: bool = True,
+    ) -> Memory:
         """At the largest images, by default at the config's own stage and offloading."""
         trace = self.trace(self.sizes.largest, recompute=recompute)
         kind, params = self.config.optimizer.type, self.config.optimizer.params
         settings = self.settings(stage)
         return plan_memory(
-            trace, self.parameters, settings, moments=optimizer_moments(kind, params),
+            trace,
+            self.parameters,
+            settings,
+            moments=optimizer_moments(kind, params),
             window=window_settings(kind, params) if window else None,
-            offload=self.offload if offload is None else offload, buffers=self.buffers, uses=self.uses,
-            average=self.config.run.ema is not None)
+            offload=self.offload if offload is None else offload,
+            buffers=self.buffers,
+            uses=self.uses,
+            average=self.config.run.ema is not None,
+        )
 
     @property
     def stage(self) -> int:
@@ -134,11 +177,14 @@ class Plan:
     def dtype(self) -> str:
         return str(Precision.of(self.config.deepspeed).dtype).removeprefix("torch.")
 
-    def at(self, world: int, batch: int | None = None) -> "Plan":
+    def at(self, world: int, batch: int | None = None) -> Plan:
         """The same run on another number of ranks, with the config's micro-batch, sharing what was traced."""
         deepspeed: dict[str, Any] = {
-            **self.config.deepspeed, "train_micro_batch_size_per_gpu": self.batch.micro, "gradient_accumulation_steps": "auto",
-            "train_batch_size": self.batch.micro * world if batch is None else batch}
+            **self.config.deepspeed,
+            "train_micro_batch_size_per_gpu": self.batch.micro,
+            "gradient_accumulation_steps": "auto",
+            "train_batch_size": self.batch.micro * world if batch is None else batch,
+        }
         other = Plan.__new__(Plan)
         other.__dict__.update({key: value for key, value in self.__dict__.items() if key != "dtype"})
         other.config = self.config.model_copy(update={"deepspeed": deepspeed})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,17 @@ from torch.utils._pytree import tree_leaves
 from engine.planning.gathers import Use
 
 # torch's operators by the names of torch.distributed.
-_NAMES = {"allreduce_": "all_reduce", "reduce_": "reduce", "broadcast_": "broadcast", "allgather_": "all_gather",
-          "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
-          "gather_": "gather", "barrier": "barrier"}
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "gather_": "gather",
+    "barrier": "barrier",
+}
 
 
 class Recorded(NamedTuple):
@@ -34,8 +43,11 @@ class CollectiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
             name = function.overloadpacket.__name__
-            ranks = next(dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch.ScriptObject)
-                         and "ProcessGroup" in a._type().qualified_name())
+            ranks = next(
+                dist.ProcessGroup.unbox(a).size()
+                for a in args
+                if isinstance(a, torch.ScriptObject) and "ProcessGroup" in a._type().qualified_name()
+            )
             # Gathers and scatters name their outputs first, reductions and broadcasts their payload.
             leaves = tree_leaves(args[1] if "scatter" in name else args[0])
             size = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))

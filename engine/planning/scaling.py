@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable, NamedTuple
+from typing import NamedTuple
 
 from engine.planning.hardware import Hardware
 from engine.planning.plan import Plan
@@ -41,7 +42,9 @@ def scaling_points(plan: Plan, hardware: Hardware) -> list[Point]:
             steps = other.steps if plan.config.schedule.steps is None else max(1, round(images / batch))
             time = run_time(other, hardware)
             hours = time.hours * steps / time.steps
-            points.append(Point(world, batch, column, time.step.total, time.images_per_second, hours, hours * world, fits[key]))
+            points.append(
+                Point(world, batch, column, time.step.total, time.images_per_second, hours, hours * world, fits[key])
+            )
     return points
 
 
@@ -63,7 +66,9 @@ def scaling_table(points: list[Point]) -> str:
     """Hours by GPUs (down) and batch (across), and images a second with one micro-batch for each rank."""
     columns = sorted({point.column for point in points})
     by_place = {(point.world, point.column): point for point in points}
-    lines = ["hours by GPUs and batch size (right: images/s, and its share of linear, at the smallest batch of the row)"]
+    lines = [
+        "hours by GPUs and batch size (right: images/s, and its share of linear, at the smallest batch of the row)"
+    ]
     if any(point.batch != point.column for point in points):
         lines.append("  HOURS@BATCH: at the nearest batch that the ranks can divide among them")
     if not all(point.fits for point in points):
@@ -98,17 +103,32 @@ def draw_scaling(points: list[Point], path: Path, title: str) -> None:
     for place, column in enumerate(columns):
         line = [point for point in points if point.column == column]
         about = "about " if any(point.batch != column for point in line) else ""
-        left.plot([p.world for p in line], [p.hours for p in line], "o-", markersize=3, label=f"batch {about}{column}",
-                  color=plt.cm.viridis(place / len(columns)))
-    best = [max((p for p in points if p.world == world), key=lambda p: p.images_per_second)
-            for world in sorted({point.world for point in points})]
+        left.plot(
+            [p.world for p in line],
+            [p.hours for p in line],
+            "o-",
+            markersize=3,
+            label=f"batch {about}{column}",
+            color=plt.cm.viridis(place / len(columns)),
+        )
+    best = [
+        max((p for p in points if p.world == world), key=lambda p: p.images_per_second)
+        for world in sorted({point.world for point in points})
+    ]
     right.plot([p.world for p in best], [p.images_per_second for p in best], "o-", markersize=3, label="planned")
-    right.plot([p.world for p in best], [p.world * best[0].images_per_second / best[0].world for p in best], ":",
-               color="grey", label="linear")
+    right.plot(
+        [p.world for p in best],
+        [p.world * best[0].images_per_second / best[0].world for p in best],
+        ":",
+        color="grey",
+        label="linear",
+    )
     for axes, members, value in ((left, points, "hours"), (right, best, "images_per_second")):
         misfits = [p for p in members if not p.fits]
         if misfits:
-            axes.plot([p.world for p in misfits], [getattr(p, value) for p in misfits], "x", color="red", label="does not fit")
+            axes.plot(
+                [p.world for p in misfits], [getattr(p, value) for p in misfits], "x", color="red", label="does not fit"
+            )
     labelled: list[int] = []
     for point in best:
         if not labelled or point.world >= 1.25 * labelled[-1]:  # 480 beside 512 could not be read

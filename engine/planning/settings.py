@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.planning.partition import Sharding
 
 AGVM_BUCKET = 1 << 24  # elements, the default of `attach`
 # Settings of zero_optimization with which DeepSpeed sends something else.
-_UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "allgather_sequential",
-              "use_all_reduce_for_fetch_params", "zenflow")
+_UNPLANNED = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "allgather_sequential",
+    "use_all_reduce_for_fetch_params",
+    "zenflow",
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,14 @@ class CommunicationSettings:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(stage=self.stage, world=self.world, dtype=self.dtype, sub_group_size=self.sub_group_size,
-                        round_robin_gradients=self.round_robin_gradients, parameter_alignment=self.parameter_alignment)
+        return Sharding(
+            stage=self.stage,
+            world=self.world,
+            dtype=self.dtype,
+            sub_group_size=self.sub_group_size,
+            round_robin_gradients=self.round_robin_gradients,
+            parameter_alignment=self.parameter_alignment,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,11 @@ def layer_numbers(kind: str) -> int:
 def stage_refused(config: Any, stage: int) -> bool:
     """Whether AGVM and layer-wise rules stop at a stage that DeepSpeed itself would take (engine/zero/support.py)."""
     kind = config.optimizer.type
-    return (stage == 0 and bool(config.deepspeed.get("fp16", {}).get("enabled"))
-            and (kind.startswith("AGVM") or layer_numbers(kind) > 0))
+    return (
+        stage == 0
+        and bool(config.deepspeed.get("fp16", {}).get("enabled"))
+        and (kind.startswith("AGVM") or layer_numbers(kind) > 0)
+    )
 
 
 def offload_device(deepspeed: Mapping[str, Any], key: str) -> str:
@@ -101,33 +117,47 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
         zero = DeepSpeedZeroConfig(**deepspeed.get("zero_optimization", {}))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"DeepSpeed does not accept zero_optimization.{'.'.join(map(str, first['loc']))} "
-                          f"({first['msg']})") from None
+        raise ConfigError(
+            f"DeepSpeed does not accept zero_optimization.{'.'.join(map(str, first['loc']))} ({first['msg']})"
+        ) from None
     bf16 = deepspeed.get("bf16", deepspeed.get("bfloat16", {}))
     half = "bfloat16" if bf16.get("enabled") else "float16" if deepspeed.get("fp16", {}).get("enabled") else "float32"
     for name in _UNPLANNED:
         if getattr(zero, name) != type(zero).model_fields[name].default:
-            raise ConfigError(f"what DeepSpeed sends with zero_optimization.{name} is not known here: leave it out to plan")
+            raise ConfigError(
+                f"what DeepSpeed sends with zero_optimization.{name} is not known here: leave it out to plan"
+            )
     if deepspeed.get("torch_autocast", {}).get("enabled"):
         raise ConfigError("what DeepSpeed sends with torch_autocast is not known here: leave it out to plan")
     stage = int(zero.stage)
     accumulated = _accumulated(deepspeed)
     given = get_communication_data_type(dict(deepspeed))
     return CommunicationSettings(
-        stage=stage, world=world, accumulation=accumulation, dtype=half,
+        stage=stage,
+        world=world,
+        accumulation=accumulation,
+        dtype=half,
         communication_dtype=half if given is None else _name(given),
         fp32_accumulation=half == "bfloat16" and accumulated == "float32",
         clipping=float(deepspeed.get("gradient_clipping", 0.0)),
         check_overflow=half == "float16" or (half == "bfloat16" and bf16.get("check_grad_overflow", True)),
-        reduce_bucket_size=int(zero.reduce_bucket_size), allgather_bucket_size=int(zero.allgather_bucket_size),
-        contiguous_gradients=zero.contiguous_gradients, reduce_scatter=zero.reduce_scatter,
-        multi_rank_allreduce=zero.use_multi_rank_bucket_allreduce, overlap_comm=bool(zero.overlap_comm),
-        compute_grad_norm=zero.compute_grad_norm, round_robin_gradients=zero.round_robin_gradients,
-        parameter_alignment=zero.parameter_alignment, sub_group_size=int(zero.sub_group_size),
+        reduce_bucket_size=int(zero.reduce_bucket_size),
+        allgather_bucket_size=int(zero.allgather_bucket_size),
+        contiguous_gradients=zero.contiguous_gradients,
+        reduce_scatter=zero.reduce_scatter,
+        multi_rank_allreduce=zero.use_multi_rank_bucket_allreduce,
+        overlap_comm=bool(zero.overlap_comm),
+        compute_grad_norm=zero.compute_grad_norm,
+        round_robin_gradients=zero.round_robin_gradients,
+        parameter_alignment=zero.parameter_alignment,
+        sub_group_size=int(zero.sub_group_size),
         persistence_threshold=int(zero.param_persistence_threshold),
         model_persistence_threshold=int(zero.model_persistence_threshold),
-        prefetch_bucket_size=int(zero.prefetch_bucket_size), max_reuse_distance=int(zero.max_reuse_distance),
-        max_live_parameters=int(zero.max_live_parameters), offload=offload_device(deepspeed, "offload_optimizer") != "none")
+        prefetch_bucket_size=int(zero.prefetch_bucket_size),
+        max_reuse_distance=int(zero.max_reuse_distance),
+        max_live_parameters=int(zero.max_live_parameters),
+        offload=offload_device(deepspeed, "offload_optimizer") != "none",
+    )
 
 
 def _accumulated(deepspeed: Mapping[str, Any]) -> str | None:

@@ -43,7 +43,9 @@ def build_shape_model(config: RunConfig, classes: Classes) -> tuple[nn.Module, F
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(FakeTensor(mode, parameter.data, DEVICE), parameter.requires_grad)
+                    made[id(parameter)] = nn.Parameter(
+                        FakeTensor(mode, parameter.data, DEVICE), parameter.requires_grad
+                    )
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":

@@ -25,8 +25,13 @@ from engine.planning.live_bytes import LiveBytes
 from engine.planning.operator_cost import operator_cost
 from engine.planning.shape_model import DEVICE, build_shape_model
 
-_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_,
-             torch.ops.aten._unsafe_index_put, torch.ops.aten._index_put_impl_)
+_INDEXING = (
+    torch.ops.aten.index,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten._unsafe_index_put,
+    torch.ops.aten._index_put_impl_,
+)
 
 
 _NAMES = {"allreduce_": "all_reduce"}  # what batch norm over all ranks calls
@@ -124,15 +129,25 @@ def _as_numbers(indices: Any) -> list[Any]:
     return found
 
 
-def trace_step(config: RunConfig, classes: Classes, *, micro: int, height: int, width: int,
-               objects: int = 7) -> StepTrace:
+def trace_step(
+    config: RunConfig, classes: Classes, *, micro: int, height: int, width: int, objects: int = 7
+) -> StepTrace:
     """Trace a micro-batch of `micro` images of one size with `objects` objects each."""
     model, mode = build_shape_model(config, classes)
     return trace_model(model, mode, config, classes, micro=micro, height=height, width=width, objects=objects)
 
 
-def trace_model(model: nn.Module, mode: FakeTensorMode, config: RunConfig, classes: Classes, *, micro: int, height: int,
-                width: int, objects: int = 7) -> StepTrace:
+def trace_model(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    config: RunConfig,
+    classes: Classes,
+    *,
+    micro: int,
+    height: int,
+    width: int,
+    objects: int = 7,
+) -> StepTrace:
     precision = Precision.of(config.deepspeed)
     samples = ground_truth(config.data, classes, micro=micro, height=height, width=width, objects=objects)
     _replace_what_needs_pixels(model, samples)
@@ -140,8 +155,11 @@ def trace_model(model: nn.Module, mode: FakeTensorMode, config: RunConfig, class
     parameters = list(model.parameters())
     events: list[GradientEvent] = []
     with _Shapes(model, mode) as live:
-        handles = [p.register_post_accumulate_grad_hook(_gradient_event(live, events, i))
-                   for i, p in enumerate(parameters) if p.requires_grad]
+        handles = [
+            p.register_post_accumulate_grad_hook(_gradient_event(live, events, i))
+            for i, p in enumerate(parameters)
+            if p.requires_grad
+        ]
         live.follow(images)
         try:
             with precision.autocast(DEVICE):
@@ -150,8 +168,10 @@ def trace_model(model: nn.Module, mode: FakeTensorMode, config: RunConfig, class
             loss.backward()
         except Exception as error:  # a detector may look at pixel values in ways that nobody has foreseen
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f'detector "{config.detector.config}" cannot be planned, because its loss needs values of '
-                            f"pixels where only shapes are known ({type(error).__name__}: {reason[:160]})") from error
+            raise UserError(
+                f'detector "{config.detector.config}" cannot be planned, because its loss needs values of '
+                f"pixels where only shapes are known ({type(error).__name__}: {reason[:160]})"
+            ) from error
         tail, backward = live.restart_peak(), live.take_costs()
         for handle in handles:
             handle.remove()

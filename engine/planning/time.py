@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Iterable
+from typing import TYPE_CHECKING
 
 from engine.config import UserError
 from engine.planning.hardware import Hardware
@@ -42,8 +43,16 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return (self.forward + self.backward + self.gradients + self.weights + self.statistics + self.other
-                + self.optimizer + self.window)
+        return (
+            self.forward
+            + self.backward
+            + self.gradients
+            + self.weights
+            + self.statistics
+            + self.other
+            + self.optimizer
+            + self.window
+        )
 
     @property
     def communication(self) -> float:
@@ -70,8 +79,15 @@ class RunTime:
 
 def compute_seconds(costs: Counter[Cost], hardware: Hardware) -> float:
     share = hardware.efficiency
-    return sum(count * max(hardware.launch, cost.flops / (share * hardware.peak(cost.dtype)),
-                           cost.bytes / (share * hardware.memory_bandwidth)) for cost, count in costs.items())
+    return sum(
+        count
+        * max(
+            hardware.launch,
+            cost.flops / (share * hardware.peak(cost.dtype)),
+            cost.bytes / (share * hardware.memory_bandwidth),
+        )
+        for cost, count in costs.items()
+    )
 
 
 def collective_seconds(op: str, payload: int, world: int, hardware: Hardware) -> float:
@@ -89,8 +105,14 @@ def _at_pixels(small: StepTrace, large: StepTrace, pixels: float, hardware: Hard
     return forward, backward
 
 
-def step_time(plan: "Plan", hardware: Hardware, *, stage: int | None = None, recompute: bool | None = None,
-              offload: str | None = None) -> StepTime:
+def step_time(
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    stage: int | None = None,
+    recompute: bool | None = None,
+    offload: str | None = None,
+) -> StepTime:
     settings = plan.settings(stage)
     world, steps = plan.world, plan.batch.accumulation
     small, large = plan.trace(plan.sizes.mean), plan.trace(plan.sizes.largest)
@@ -105,8 +127,10 @@ def step_time(plan: "Plan", hardware: Hardware, *, stage: int | None = None, rec
     traffic = plan.traffic(settings, [event.parameter for event in large.gradients])
 
     def seconds(collectives: Iterable[Collective]) -> float:
-        return sum(c.calls * (steps if c.when == "micro-step" else 1) * collective_seconds(c.op, c.bytes, world, hardware)
-                   for c in collectives)
+        return sum(
+            c.calls * (steps if c.when == "micro-step" else 1) * collective_seconds(c.op, c.bytes, world, hardware)
+            for c in collectives
+        )
 
     usual = [c for c in traffic if "window" not in c.when]
     gradients = seconds(c for c in usual if c.purpose == "gradients")
@@ -120,17 +144,25 @@ def step_time(plan: "Plan", hardware: Hardware, *, stage: int | None = None, rec
     offload = plan.offload if offload is None else offload
     if offload == OFFLOADS[2]:  # this rank's part of every gather comes from the host first, while nothing else is done
         weights += sum(steps * c.calls * c.bytes for c in fetches) / world / hardware.host_bandwidth
-    statistics = steps * sum(count * collective_seconds(op, size, world, hardware)
-                             for (op, size), count in large.collectives.items())
+    statistics = steps * sum(
+        count * collective_seconds(op, size, world, hardware) for (op, size), count in large.collectives.items()
+    )
     other = seconds(c for c in usual if c.purpose not in ("gradients", "weights"))
     extra = seconds(c for c in traffic if c.when == "window")
-    return StepTime(forward, backward, gradients, weights, statistics, other,
-                    _optimizer_seconds(plan, hardware, settings.stage, offload),
-                    extra / int(params.get("tau", 10)) if window is not None else 0.0,
-                    sum(c.calls * (steps if c.when == "micro-step" else 1) * sent_bytes(c.op, c.bytes, world) for c in usual))
+    return StepTime(
+        forward,
+        backward,
+        gradients,
+        weights,
+        statistics,
+        other,
+        _optimizer_seconds(plan, hardware, settings.stage, offload),
+        extra / int(params.get("tau", 10)) if window is not None else 0.0,
+        sum(c.calls * (steps if c.when == "micro-step" else 1) * sent_bytes(c.op, c.bytes, world) for c in usual),
+    )
 
 
-def _optimizer_seconds(plan: "Plan", hardware: Hardware, stage: int, offload: str) -> float:
+def _optimizer_seconds(plan: Plan, hardware: Hardware, stage: int, offload: str) -> float:
     """Reading and writing weights and moments, and reading gradients; over the host's link where they are offloaded."""
     trained = sum(p.numel for p in plan.parameters if p.trained)
     share = trained / (plan.world if stage else 1)
@@ -141,7 +173,7 @@ def _optimizer_seconds(plan: "Plan", hardware: Hardware, stage: int, offload: st
     return share * (2 * BYTES[plan.dtype] + 4 * (3 + 2 * moments)) / hardware.host_bandwidth
 
 
-def run_time(plan: "Plan", hardware: Hardware, step: StepTime | None = None) -> RunTime:
+def run_time(plan: Plan, hardware: Hardware, step: StepTime | None = None) -> RunTime:
     """Of the config's own setting, or of another whose step is given."""
     step = step or step_time(plan, hardware)
     settings, epochs = plan.config.run, plan.steps / plan.steps_per_epoch
@@ -168,7 +200,7 @@ def _occasions(interval: float | None, epochs: float) -> int:
     return 1 if interval is None else max(1, math.ceil(epochs / interval))
 
 
-def calibrated(plan: "Plan", hardware: Hardware, measured: float) -> Hardware:
+def calibrated(plan: Plan, hardware: Hardware, measured: float) -> Hardware:
     """The hardware whose achievable share makes the planned step take as long as a measured one."""
     if not 0 < measured < float("inf"):
         raise UserError(f"a measured step must take more than 0 seconds, got {measured:g}")
@@ -178,8 +210,10 @@ def calibrated(plan: "Plan", hardware: Hardware, measured: float) -> Hardware:
         return step_time(plan, replace(hardware, efficiency=share)).total
 
     if not seconds(high) < measured < seconds(low):
-        raise UserError(f"a step of {measured:g} s cannot be: on {plan.world} x {hardware.name} it takes between "
-                        f"{seconds(high):.3g} and {seconds(low):.3g} s whatever share of the peak is reached")
+        raise UserError(
+            f"a step of {measured:g} s cannot be: on {plan.world} x {hardware.name} it takes between "
+            f"{seconds(high):.3g} and {seconds(low):.3g} s whatever share of the peak is reached"
+        )
     for _ in range(40):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if seconds(middle) > measured else (low, middle)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterable, Iterator, Sequence
 
 from engine.planning.gathers import Use, gathered
 from engine.planning.partition import BYTES, Parameter, PlannedFlat, plan_layout
@@ -56,10 +56,18 @@ def sent_bytes(op: str, payload: int, world: int) -> float:
     return (2 if op == "all_reduce" else 1) * payload * (world - 1) / world
 
 
-def step_traffic(parameters: Sequence[Parameter], settings: CommunicationSettings, *,
-                 window: WindowSettings | None = None, order: Sequence[int] | None = None,
-                 uses: Sequence[Use] | None = None, norms: Sequence[SyncedNorm] = (), losses: int = 0,
-                 layer_numbers: int = 0, backend: str = "nccl") -> list[Collective]:
+def step_traffic(
+    parameters: Sequence[Parameter],
+    settings: CommunicationSettings,
+    *,
+    window: WindowSettings | None = None,
+    order: Sequence[int] | None = None,
+    uses: Sequence[Use] | None = None,
+    norms: Sequence[SyncedNorm] = (),
+    losses: int = 0,
+    layer_numbers: int = 0,
+    backend: str = "nccl",
+) -> list[Collective]:
     """All collectives of a step: DeepSpeed's, the loop's, with `window` AGVM's, and with `layer_numbers` those of LARS
     and LAMB, which add up so many numbers for each layer.
 
@@ -95,18 +103,24 @@ def _joined(collectives: Iterable[Collective]) -> list[Collective]:
         if c.bytes and c.calls:
             key = (c.op, c.bytes, c.when, c.purpose, c.module)
             found[key] = found.get(key, 0) + c.calls
-    return [Collective(op, size, calls, when, purpose, module)
-            for (op, size, when, purpose, module), calls in found.items()]
+    return [
+        Collective(op, size, calls, when, purpose, module) for (op, size, when, purpose, module), calls in found.items()
+    ]
 
 
 def times(collective: Collective, accumulation: int, *, window: bool = False, first: bool = False) -> int:
     """How often a collective runs in one optimizer step."""
-    return collective.calls * {"micro-step": accumulation, "boundary": 1, "window": int(window),
-                               "first window": int(first)}[collective.when]
+    return (
+        collective.calls
+        * {"micro-step": accumulation, "boundary": 1, "window": int(window), "first window": int(first)}[
+            collective.when
+        ]
+    )
 
 
-def step_calls(collectives: Sequence[Collective], accumulation: int, *, window: bool = False,
-               first: bool = False) -> Counter[tuple[str, int]]:
+def step_calls(
+    collectives: Sequence[Collective], accumulation: int, *, window: bool = False, first: bool = False
+) -> Counter[tuple[str, int]]:
     """How many calls of each (operation, payload bytes) an optimizer step makes."""
     calls: Counter[tuple[str, int]] = Counter()
     for c in collectives:
@@ -119,8 +133,9 @@ def step_sent(collectives: Sequence[Collective], accumulation: int, world: int, 
     return sum(times(c, accumulation, window=window) * sent_bytes(c.op, c.bytes, world) for c in collectives)
 
 
-def _gradients(parameters: Sequence[Parameter], settings: CommunicationSettings,
-               order: Sequence[int]) -> Iterator[Collective]:
+def _gradients(
+    parameters: Sequence[Parameter], settings: CommunicationSettings, order: Sequence[int]
+) -> Iterator[Collective]:
     size = BYTES[settings.communication_dtype]
     if settings.stage == 0 or (settings.stage == 1 and settings.fp32_accumulation):
         if settings.stage == 0:
@@ -133,8 +148,9 @@ def _gradients(parameters: Sequence[Parameter], settings: CommunicationSettings,
             sizes = [math.ceil(n / whole) * whole for n in sizes]
         for bucket in _after_filling(list(zip(pieces, sizes)), _FALLBACK_BUCKET):
             members = [i for piece, _ in bucket for i in piece]
-            yield Collective("all_reduce", size * sum(n for _, n in bucket), 1, "boundary", "gradients",
-                             _module(parameters, members))
+            yield Collective(
+                "all_reduce", size * sum(n for _, n in bucket), 1, "boundary", "gradients", _module(parameters, members)
+            )
         return
     if settings.stage == 1 and not settings.overlap_comm:  # at the boundary, group by group
         order = [i for k in _groups(parameters) for i, p in enumerate(parameters) if p.group == k]
@@ -144,8 +160,14 @@ def _gradients(parameters: Sequence[Parameter], settings: CommunicationSettings,
         module, numel = _module(parameters, bucket), sum(parameters[i].numel for i in bucket)
         if settings.stage == 3:
             if settings.reduce_scatter or not settings.contiguous_gradients or numel > settings.reduce_bucket_size:
-                yield Collective("reduce_scatter", size * sum(_padded(parameters[i], settings.world) for i in bucket), 1,
-                                 when, "gradients", module)
+                yield Collective(
+                    "reduce_scatter",
+                    size * sum(_padded(parameters[i], settings.world) for i in bucket),
+                    1,
+                    when,
+                    "gradients",
+                    module,
+                )
             else:
                 yield Collective("all_reduce", size * numel, 1, when, "gradients", module)
         else:
@@ -153,8 +175,9 @@ def _gradients(parameters: Sequence[Parameter], settings: CommunicationSettings,
                 yield Collective(op, size * elements, 1, when, "gradients", module)
 
 
-def _flat_reductions(layout: PlannedFlat, settings: CommunicationSettings,
-                     bucket: Sequence[int]) -> Iterator[tuple[str, int]]:
+def _flat_reductions(
+    layout: PlannedFlat, settings: CommunicationSettings, bucket: Sequence[int]
+) -> Iterator[tuple[str, int]]:
     """How ZeRO-1/2 reduces a bucket: as a whole, or piece by piece to the owners."""
     place = {i: k for k, i in enumerate(layout.order)}
     numel = sum(layout.parameters[place[i]].numel for i in bucket)
@@ -171,23 +194,42 @@ def _flat_reductions(layout: PlannedFlat, settings: CommunicationSettings,
             yield "reduce", sum(n for _, n in part)
 
 
-def _weights(parameters: Sequence[Parameter], settings: CommunicationSettings,
-             uses: Sequence[Use] | None) -> Iterator[Collective]:
+def _weights(
+    parameters: Sequence[Parameter], settings: CommunicationSettings, uses: Sequence[Use] | None
+) -> Iterator[Collective]:
     size = BYTES[settings.dtype]
     if settings.stage in (1, 2):
         layout = plan_layout(parameters, settings.sharding)
         for group, share in enumerate(layout.sizes):
-            yield Collective("all_gather", size * share * settings.world, 1, "boundary", "weights",
-                             _module(parameters, [i for i, p in enumerate(parameters) if p.group == group]))
+            yield Collective(
+                "all_gather",
+                size * share * settings.world,
+                1,
+                "boundary",
+                "weights",
+                _module(parameters, [i for i, p in enumerate(parameters) if p.group == group]),
+            )
     elif settings.stage == 3:
         persistent = persistent_parameters(parameters, settings)
         for i in sorted(persistent):  # those that are not trained too: the step cuts everything up
             if parameters[i].numel:
-                yield Collective("all_gather", size * _padded(parameters[i], settings.world), 1, "boundary", "weights",
-                                 parameters[i].module)
+                yield Collective(
+                    "all_gather",
+                    size * _padded(parameters[i], settings.world),
+                    1,
+                    "boundary",
+                    "weights",
+                    parameters[i].module,
+                )
         for members in gathered(parameters, settings, persistent, uses):
-            yield Collective("all_gather", size * sum(_padded(parameters[i], settings.world) for i in members), 1,
-                             "micro-step", "weights", _module(parameters, members))
+            yield Collective(
+                "all_gather",
+                size * sum(_padded(parameters[i], settings.world) for i in members),
+                1,
+                "micro-step",
+                "weights",
+                _module(parameters, members),
+            )
 
 
 def persistent_parameters(parameters: Sequence[Parameter], settings: CommunicationSettings) -> set[int]:
@@ -220,13 +262,21 @@ def _norms_and_flags(parameters: Sequence[Parameter], settings: CommunicationSet
 def _statistics(norms: Sequence[SyncedNorm]) -> Iterator[Collective]:
     """models/batch_norm.py, in fp32: count and sums, then squares, and two sums backward."""
     for norm in norms:
-        for width, calls in ((norm.channels + 1, norm.forward), (norm.channels, norm.forward),
-                             (2 * norm.channels, norm.backward)):
+        for width, calls in (
+            (norm.channels + 1, norm.forward),
+            (norm.channels, norm.forward),
+            (2 * norm.channels, norm.backward),
+        ):
             yield Collective("all_reduce", 4 * width, calls, "micro-step", "batch norm", norm.module)
 
 
-def _window(parameters: Sequence[Parameter], settings: CommunicationSettings, window: WindowSettings,
-            order: Sequence[int], backend: str) -> Iterator[Collective]:
+def _window(
+    parameters: Sequence[Parameter],
+    settings: CommunicationSettings,
+    window: WindowSettings,
+    order: Sequence[int],
+    backend: str,
+) -> Iterator[Collective]:
     """engine/zero/{capture,companion,window}.py."""
     layout = plan_layout(parameters, settings.sharding)
     place = {i: k for k, i in enumerate(layout.order)}

@@ -21,5 +21,7 @@ class Interval:
     def settings(self, batch: int) -> list[Setting]:
         tau = self.large if batch > LARGE else self.usual
         rule = f"{self.usual}, and {self.large} above batch {LARGE}" if self.usual != self.large else "at every batch"
-        return [Setting("optimizer.params.tau", tau, rule, self.source),
-                Setting("optimizer.params.alpha", ALPHA, "at every batch", self.source)]
+        return [
+            Setting("optimizer.params.tau", tau, rule, self.source),
+            Setting("optimizer.params.alpha", ALPHA, "at every batch", self.source),
+        ]

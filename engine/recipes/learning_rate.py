@@ -1,8 +1,8 @@
 """How the learning rate grows with the batch: linearly up to a knee, more slowly beyond it.
 
-    SGD      linear to 128 (256 for semantic segmentation), then sqrt(2) for every doubling, the square root of the batch
-    AdamW    "almost the same" (A.5): linear to 128, then sqrt(1.5) for every doubling
-    MegDet   linear at every batch
+SGD      linear to 128 (256 for semantic segmentation), then sqrt(2) for every doubling, the square root of the batch
+AdamW    "almost the same" (A.5): linear to 128, then sqrt(1.5) for every doubling
+MegDet   linear at every batch
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScalingLaw:
         if linear != 1:
             text += f" x {linear:.4g}"
         if doublings and self.doubling == 2:
-            text += f" x sqrt({2 ** doublings:.4g})"
+            text += f" x sqrt({2**doublings:.4g})"
         elif doublings:
             text += f" x sqrt({self.doubling:g})^{doublings:.4g}"
         return f"{text} from batch {self.batch}"

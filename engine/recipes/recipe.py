@@ -24,7 +24,9 @@ class Recipe:
         """Every value of a run at this batch size, in the order in which they are told."""
         backbone = self.backbone.settings() if self.backbone else []
         if self.pipeline.batch_norm and not (self.backbone and self.backbone.batch_norm):
-            backbone.append(Setting("detector.sync_bn", True, "batch-norm statistics of the head over all ranks", "ours"))
+            backbone.append(
+                Setting("detector.sync_bn", True, "batch-norm statistics of the head over all ranks", "ours")
+            )
         return [*self.pipeline.settings(), *backbone, *map(self._longer, self.training.settings(batch, agvm=self.agvm))]
 
     def _longer(self, setting: Setting) -> Setting:
@@ -32,14 +34,18 @@ class Recipe:
         if setting.key != "schedule.epochs" or not extra:
             return setting
         source = self.pipeline.longer_source if setting.source == "paper" else setting.source
-        return setting._replace(value=setting.value + extra, rule=f"{setting.value}, and {extra} more with this backbone",
-                                source=source)
+        return setting._replace(
+            value=setting.value + extra, rule=f"{setting.value}, and {extra} more with this backbone", source=source
+        )
 
     def files(self) -> dict[str, Any]:
         """Where data and first weights lie if the user does not say: names of files, which no rule gives."""
         weights = self.backbone.weights if self.backbone else self.pipeline.weights
-        return {"data.train": self.pipeline.files["train"], "data.val": self.pipeline.files["val"],
-                "detector.load_from": weights}
+        return {
+            "data.train": self.pipeline.files["train"],
+            "data.val": self.pipeline.files["val"],
+            "detector.load_from": weights,
+        }
 
 
 @cache

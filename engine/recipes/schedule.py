@@ -11,14 +11,13 @@ from engine.recipes.setting import Setting, Source
 class Part(Protocol):
     """A part of a schedule, whatever it is counted in."""
 
-    def settings(self, batch: int) -> list[Setting]:
-        ...
+    def settings(self, batch: int) -> list[Setting]: ...
 
 
 class Shape(Part, Protocol):
     """A warm-up or a decay, which other models than those of the paper's table and the authors' code may borrow."""
 
-    def borrowed(self) -> "Shape":
+    def borrowed(self) -> Shape:
         """The same numbers, as ours."""
         ...
 
@@ -58,14 +57,18 @@ class WarmupEpochs:
     source: Source = "paper"
     shape_source: Source = "code"
 
-    def borrowed(self) -> "WarmupEpochs":
+    def borrowed(self) -> WarmupEpochs:
         return replace(self, source="ours", shape_source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
         epochs = [epochs for start, epochs in self.from_batch if batch >= start][-1]
-        steps = ", ".join([f"{self.from_batch[0][1]}", *(f"{n} from batch {start} on" for start, n in self.from_batch[1:])])
-        return [Setting("schedule.warmup_epochs", epochs, f"epochs: {steps}", self.source),
-                Setting("schedule.warmup", self.shape, "from 0.001 of the learning rate", self.shape_source)]
+        steps = ", ".join(
+            [f"{self.from_batch[0][1]}", *(f"{n} from batch {start} on" for start, n in self.from_batch[1:])]
+        )
+        return [
+            Setting("schedule.warmup_epochs", epochs, f"epochs: {steps}", self.source),
+            Setting("schedule.warmup", self.shape, "from 0.001 of the learning rate", self.shape_source),
+        ]
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,16 @@ class WarmupSteps:
     to_batch: int
     source: Source = "paper"
 
-    def borrowed(self) -> "WarmupSteps":
+    def borrowed(self) -> WarmupSteps:
         return replace(self, source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
         steps = max(1, round(self.steps * min(1.0, self.to_batch / batch)))
         rule = f"{self.steps} steps to batch {self.to_batch}, as many images beyond"
-        return [Setting("schedule.warmup_steps", steps, rule, self.source),
-                Setting("schedule.warmup", "linear", "from 0.001 of the learning rate", "ours")]
+        return [
+            Setting("schedule.warmup_steps", steps, rule, self.source),
+            Setting("schedule.warmup", "linear", "from 0.001 of the learning rate", "ours"),
+        ]
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,20 @@ class MultiStep:
     milestones_source: Source  # the paper says "MultiStep" and no more
     source: Source = "paper"
 
-    def borrowed(self) -> "MultiStep":
+    def borrowed(self) -> MultiStep:
         return replace(self, source="ours", milestones_source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
         shares = " and ".join(f"{m:g}" for m in self.milestones)
-        return [Setting("schedule.decay", "multistep", "MultiStep", self.source),
-                Setting("schedule.milestones", list(self.milestones), f"a tenth from {shares} of the run on",
-                        self.milestones_source)]
+        return [
+            Setting("schedule.decay", "multistep", "MultiStep", self.source),
+            Setting(
+                "schedule.milestones",
+                list(self.milestones),
+                f"a tenth from {shares} of the run on",
+                self.milestones_source,
+            ),
+        ]
 
 
 @dataclass(frozen=True)
@@ -111,9 +122,11 @@ class Poly:
     power: float
     source: Source = "paper"
 
-    def borrowed(self) -> "Poly":
+    def borrowed(self) -> Poly:
         return replace(self, source="ours")
 
     def settings(self, batch: int) -> list[Setting]:
-        return [Setting("schedule.decay", "poly", "(1 - step / steps)^power", self.source),
-                Setting("schedule.power", self.power, "Poly's exponent", self.source)]
+        return [
+            Setting("schedule.decay", "poly", "(1 - step / steps)^power", self.source),
+            Setting("schedule.power", self.power, "Poly's exponent", self.source),
+        ]

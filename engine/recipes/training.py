@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Mapping
+from typing import Any
 
 from engine.recipes.agvm import Interval
 from engine.recipes.learning_rate import ScalingLaw
@@ -26,20 +27,30 @@ class Training:
 
     def settings(self, batch: int, *, agvm: bool) -> list[Setting]:
         kind = f"AGVM{self.optimizer}" if agvm else self.optimizer
-        found = [Setting("optimizer.type", kind, "the recipe's name"), self.law.setting(batch),
-                 Setting("optimizer.params.weight_decay", self.weight_decay, "at every batch", self.source)]
+        found = [
+            Setting("optimizer.type", kind, "the recipe's name"),
+            self.law.setting(batch),
+            Setting("optimizer.params.weight_decay", self.weight_decay, "at every batch", self.source),
+        ]
         # Momentum and the like: torch's form, to which the paper's learning rates belong.
-        found += [Setting(f"optimizer.params.{key}", value, "at every batch", "code") for key, value in self.params.items()]
+        found += [
+            Setting(f"optimizer.params.{key}", value, "at every batch", "code") for key, value in self.params.items()
+        ]
         if agvm:
             found += self.interval.settings(batch)
         for part in (self.length, self.warmup, self.decay):
             found += part.settings(batch)
         return [*found, self._clipping(batch)]
 
-    def borrowed(self) -> "Training":
+    def borrowed(self) -> Training:
         """The same numbers where the paper's table, and the authors' code, are of other models."""
-        return replace(self, source="ours", law=replace(self.law, start_source="ours", source="ours"),
-                       warmup=self.warmup.borrowed(), decay=self.decay.borrowed())
+        return replace(
+            self,
+            source="ours",
+            law=replace(self.law, start_source="ours", source="ours"),
+            warmup=self.warmup.borrowed(),
+            decay=self.decay.borrowed(),
+        )
 
     def _clipping(self, batch: int) -> Setting:
         if self.clip_beyond is None:
@@ -54,8 +65,15 @@ _DECAY = MultiStep((0.75, 0.875), "code")
 
 def coco_sgd(length: Part, *, law: ScalingLaw = ScalingLaw(name="SGD", lr=0.04)) -> Training:
     """The table of SGD on Faster R-CNN, Mask R-CNN and Panoptic FPN with a CNN."""
-    return Training(optimizer="SGD", law=law, length=length, warmup=WarmupEpochs(((1, 1), (129, 2))),
-                    decay=_DECAY, weight_decay=1e-4, params={"momentum": 0.9})
+    return Training(
+        optimizer="SGD",
+        law=law,
+        length=length,
+        warmup=WarmupEpochs(((1, 1), (129, 2))),
+        decay=_DECAY,
+        weight_decay=1e-4,
+        params={"momentum": 0.9},
+    )
 
 
 def coco_megdet(length: Part, *, lr: float = 0.04) -> Training:
@@ -69,5 +87,13 @@ def coco_megdet(length: Part, *, lr: float = 0.04) -> Training:
 def coco_adamw(length: Part, *, law: ScalingLaw = ScalingLaw(name="AdamW", lr=2e-4, doubling=1.5)) -> Training:
     """The table of AdamW on Faster R-CNN with a Transformer. The authors' code has SGD only, so its shapes are borrowed."""
     warmup = WarmupEpochs(((1, 1), (129, 2), (1024, 3)), shape_source="ours")
-    return Training(optimizer="AdamW", law=law, length=length, warmup=warmup,
-                    decay=replace(_DECAY, milestones_source="ours"), weight_decay=0.05, clip_beyond=128, params={})
+    return Training(
+        optimizer="AdamW",
+        law=law,
+        length=length,
+        warmup=warmup,
+        decay=replace(_DECAY, milestones_source="ours"),
+        weight_decay=0.05,
+        clip_beyond=128,
+        params={},
+    )

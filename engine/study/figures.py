@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from engine.monitoring.records import read_records
 from engine.monitoring.variance import read_variances
@@ -26,16 +26,29 @@ def draw_scores(study: Study, rows: Sequence[str], found: dict[tuple[str, int], 
         shift = 2 ** (0.05 * (number - (len(rows) - 1) / 2))
         own = [cell for cell in own if not cell.errors]  # a run that failed says nothing of its method
         # Not a number where a seed diverged: the line breaks there instead of passing over it.
-        axes.errorbar([cell.batch * shift for cell in own], [cell.mean for cell in own], yerr=[cell.spread for cell in own],
-                      color=colour, linestyle=style, marker="o", markersize=4, capsize=2, linewidth=1.2, label=method)
+        axes.errorbar(
+            [cell.batch * shift for cell in own],
+            [cell.mean for cell in own],
+            yerr=[cell.spread for cell in own],
+            color=colour,
+            linestyle=style,
+            marker="o",
+            markersize=4,
+            capsize=2,
+            linewidth=1.2,
+            label=method,
+        )
         diverged = [cell.batch * shift for cell in own if math.isnan(cell.mean)]
         axes.plot(diverged, [0.0] * len(diverged), color=colour, linestyle="", marker="x")
     axes.set_xscale("log", base=2)
     axes.set_xticks(study.batches, [str(batch) for batch in study.batches])
     axes.axvline(study.knee, color="0.85", zorder=0)
-    axes.set(xlabel=f"batch (learning rates grow linearly up to {study.knee}; x: diverged)", ylabel=study.metric,
-             title=f"{study.epochs:g} epochs at every batch, best of {len(study.sweep)} learning rates, {len(study.seeds)} seeds",
-             ylim=(-0.02, None))
+    axes.set(
+        xlabel=f"batch (learning rates grow linearly up to {study.knee}; x: diverged)",
+        ylabel=study.metric,
+        title=f"{study.epochs:g} epochs at every batch, best of {len(study.sweep)} learning rates, {len(study.seeds)} seeds",
+        ylim=(-0.02, None),
+    )
     axes.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=110)
     return path
@@ -45,7 +58,9 @@ def draw_variances(study: Study, found: dict[tuple[str, int], Cell], folder: Pat
     """For every AGVM method, its runs at the smallest and the largest batch on matched epochs."""
     pictures = []
     for method in dict.fromkeys(method for method, _ in found if study.methods[method].type.startswith("AGVM")):
-        ends = [found[method, batch] for batch in sorted({study.batches[0], study.batches[-1]}) if (method, batch) in found]
+        ends = [
+            found[method, batch] for batch in sorted({study.batches[0], study.batches[-1]}) if (method, batch) in found
+        ]
         runs = [folder / Trial(method, cell.batch, cell.factor, seed).name for cell in ends for seed in study.seeds]
         measured = [read_variances(run) for run in runs if any("phi" in r for r in read_records(run / "metrics.jsonl"))]
         if measured:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Sequence
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -31,8 +32,10 @@ class Method(Block):
     type: str = Field(description="optimizer.type")
     lr: float = Field(gt=0, description="learning rate of the smallest batch")
     growth: Literal["linear", "sqrt", "sqrt(1.5)"] = Field(
-        "sqrt", description="of the learning rate beyond the knee: linear, the square root of the batch (the paper's SGD), "
-                            "or sqrt(1.5) a doubling (its AdamW)")
+        "sqrt",
+        description="of the learning rate beyond the knee: linear, the square root of the batch (the paper's SGD), "
+        "or sqrt(1.5) a doubling (its AdamW)",
+    )
     params: dict[str, Any] = Field({}, description="optimizer.params beside lr")
     sam: dict[str, Any] | None = Field(None, description="optimizer.sam")
     set: list[str] = Field([], description="further KEY=VALUE of this method's runs")
@@ -60,8 +63,13 @@ class Study(Block):
     methods: dict[str, Method] = Field(description="by the name they go by in tables")
 
     @model_validator(mode="after")
-    def _check(self) -> "Study":
-        for name, values in (("batches", self.batches), ("seeds", self.seeds), ("sweep", self.sweep), ("methods", self.methods)):
+    def _check(self) -> Study:
+        for name, values in (
+            ("batches", self.batches),
+            ("seeds", self.seeds),
+            ("sweep", self.sweep),
+            ("methods", self.methods),
+        ):
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must list at least one value, each once, got {list(values)}")
         strange = [name for name in self.methods if not re.fullmatch(r"[\w+-][\w.+-]*", name)]
@@ -73,8 +81,10 @@ class Study(Block):
             raise ValueError(f"batches must be ascending, got {self.batches}")
         for batch in self.batches:
             if batch % self.micro_batch or batch < 2 * self.micro_batch:
-                raise ValueError(f"every batch must be two or more micro-batches of {self.micro_batch} (AGVM compares two "
-                                 f"halves), got {batch}")
+                raise ValueError(
+                    f"every batch must be two or more micro-batches of {self.micro_batch} (AGVM compares two "
+                    f"halves), got {batch}"
+                )
         if not all(factor > 0 for factor in self.sweep):
             raise ValueError(f"sweep must hold factors > 0, got {self.sweep}")
         if self.start is not None and self.start.method not in self.methods:
@@ -104,8 +114,15 @@ class Trial(NamedTuple):
 def settings(study: Study, trial: Trial) -> tuple[Any, ...]:
     """All that tells a trial from others of the study, whatever its method is called."""
     method = study.methods[trial.method]
-    return (method.type, method.params, method.sam, method.set, trial.batch, trial.seed,
-            study.rate(trial.method, trial.batch) * trial.factor)
+    return (
+        method.type,
+        method.params,
+        method.sam,
+        method.set,
+        trial.batch,
+        trial.seed,
+        study.rate(trial.method, trial.batch) * trial.factor,
+    )
 
 
 def shared_runs(study: Study, rows: Sequence[str]) -> dict[tuple[str, str], list[int]]:
@@ -114,8 +131,11 @@ def shared_runs(study: Study, rows: Sequence[str]) -> dict[tuple[str, str], list
     for batch in study.batches:
         for place, method in enumerate(rows):
             own = settings(study, Trial(method, batch, study.sweep[0], study.seeds[0]))
-            same = [other for other in rows[:place]
-                    if settings(study, Trial(other, batch, study.sweep[0], study.seeds[0])) == own]
+            same = [
+                other
+                for other in rows[:place]
+                if settings(study, Trial(other, batch, study.sweep[0], study.seeds[0])) == own
+            ]
             if same:
                 shared.setdefault((method, same[0]), []).append(batch)
     return shared
@@ -127,24 +147,44 @@ def trial_config(study: Study, trial: Trial, folder: Path, *, images: int, start
     warmup = round(study.warmup * steps)
     lr = study.rate(trial.method, trial.batch) * trial.factor
     memory = agvm_memory(steps - warmup) if method.type.startswith("AGVM") else {}
-    return load_config(study.config, [
-        *study.set, *batch_settings(study, trial.batch), *optimizer_settings(method, lr, memory),
-        "schedule.epochs=null", f"schedule.steps={steps}", "schedule.warmup_epochs=null", f"schedule.warmup_steps={warmup}",
-        f"run.seed={trial.seed}", "run.eval_interval=null", "run.checkpoint_interval=0", "run.draw=0",
-        f"run.work_dir={json.dumps(str(folder))}", f"run.log_interval={max(1, steps // 5)}",
-        *([] if start is None else [f"detector.load_from={json.dumps(str(start))}"])])
+    return load_config(
+        study.config,
+        [
+            *study.set,
+            *batch_settings(study, trial.batch),
+            *optimizer_settings(method, lr, memory),
+            "schedule.epochs=null",
+            f"schedule.steps={steps}",
+            "schedule.warmup_epochs=null",
+            f"schedule.warmup_steps={warmup}",
+            f"run.seed={trial.seed}",
+            "run.eval_interval=null",
+            "run.checkpoint_interval=0",
+            "run.draw=0",
+            f"run.work_dir={json.dumps(str(folder))}",
+            f"run.log_interval={max(1, steps // 5)}",
+            *([] if start is None else [f"detector.load_from={json.dumps(str(start))}"]),
+        ],
+    )
 
 
 def optimizer_settings(method: Method, lr: float, memory: dict[str, Any]) -> list[str]:
     """The method's own `set` last, so that it may change one of its params."""
     params = {**memory, **method.params, "lr": lr}
-    return [f"optimizer.type={json.dumps(method.type)}", f"optimizer.params={json.dumps(params)}",
-            f"optimizer.sam={json.dumps(method.sam)}", *method.set]
+    return [
+        f"optimizer.type={json.dumps(method.type)}",
+        f"optimizer.params={json.dumps(params)}",
+        f"optimizer.sam={json.dumps(method.sam)}",
+        *method.set,
+    ]
 
 
 def batch_settings(study: Study, batch: int) -> list[str]:
-    return [f"train_batch_size={batch}", f"train_micro_batch_size_per_gpu={study.micro_batch}",
-            f"gradient_accumulation_steps={batch // study.micro_batch}"]
+    return [
+        f"train_batch_size={batch}",
+        f"train_micro_batch_size_per_gpu={study.micro_batch}",
+        f"gradient_accumulation_steps={batch // study.micro_batch}",
+    ]
 
 
 def agvm_memory(steps: int) -> dict[str, Any]:
@@ -164,10 +204,14 @@ def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None =
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"study {path}: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(
+            f"study {path}: {where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}"
+        ) from None
     for method in methods or ():
         if method not in study.methods:
-            raise ConfigError(f'method "{method}" is none of {", ".join(study.methods)}{nearest(method, study.methods)}')
+            raise ConfigError(
+                f'method "{method}" is none of {", ".join(study.methods)}{nearest(method, study.methods)}'
+            )
     return study, [method for method in study.methods if methods is None or method in methods]
 
 
@@ -179,7 +223,9 @@ def check_runs(study: Study, rows: Sequence[str]) -> None:
         for batch in study.batches:
             try:
                 find_rule(study.methods[method].type)
-                trial_config(study, Trial(method, batch, study.sweep[0], study.seeds[0]), Path("unused"), images=1, start=None)
+                trial_config(
+                    study, Trial(method, batch, study.sweep[0], study.seeds[0]), Path("unused"), images=1, start=None
+                )
             except ConfigError as error:
                 raise ConfigError(f'method "{method}" at batch {batch}: {error}') from None
 
@@ -196,19 +242,24 @@ def keep_settings(study: Study, folder: Path) -> None:
     except ValueError:
         old = {}
     try:
-        before = {**Study(**{key: value for key, value in old.items() if key != "run"}).model_dump(mode="json"),
-                  "run": old["run"]}
+        before = {
+            **Study(**{key: value for key, value in old.items() if key != "run"}).model_dump(mode="json"),
+            "run": old["run"],
+        }
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ConfigError(f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
-                          "beside it were made with these settings") from None
+        raise ConfigError(
+            f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
+            "beside it were made with these settings"
+        ) from None
     # More batches, seeds, factors or methods leave the runs that are there as they are, but for the first of two: the first
     # batch is where learning rates start from, and the first seed is tuned on.
     before["sweep"] = new["sweep"]
     for extendable in ("batches", "seeds"):
         before[extendable] = new[extendable] if before[extendable][0] == new[extendable][0] else before[extendable]
     known = before.pop("methods")
-    changed = [key for key in before if before[key] != new[key]] \
-        + [f"methods.{name}" for name in known if name in new["methods"] and known[name] != new["methods"][name]]
+    changed = [key for key in before if before[key] != new[key]] + [
+        f"methods.{name}" for name in known if name in new["methods"] and known[name] != new["methods"][name]
+    ]
     if changed:
         raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
     new["methods"] = {**known, **new["methods"]}  # one that is left out today may come back, and must be the same then
@@ -235,11 +286,14 @@ def _find(name: str) -> Path:
         return path
     import ds_configs
 
-    shipped = {file.stem: file for folder in ds_configs.__path__ for file in sorted((Path(folder) / "studies").glob("*.json"))}
+    shipped = {
+        file.stem: file for folder in ds_configs.__path__ for file in sorted((Path(folder) / "studies").glob("*.json"))
+    }
     if name.removesuffix(".json") in shipped:
         return shipped[name.removesuffix(".json")]
-    raise ConfigError(f'study "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}'
-                      f"{nearest(name, shipped)}")
+    raise ConfigError(
+        f'study "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}{nearest(name, shipped)}'
+    )
 
 
 def better(a: float, b: float) -> bool:

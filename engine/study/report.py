@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from engine.study.figures import draw_scores, draw_variances
 from engine.study.grid import Study, shared_runs
@@ -23,12 +23,22 @@ def write_report(study: Study, rows: Sequence[str], outcomes: Outcomes, folder: 
         f"Every method was given the same budget: {len(study.sweep)} learning rates around the paper's rule (linear to batch "
         f"{study.knee}), tried with seed {study.seeds[0]} at full length at every batch, and the best of them run with the other "
         "seeds. AGVM's tau and alpha follow from the length of the run and were not tuned.",
-        f"Seconds are of runs side by side on one machine; the last column is a step's median against {baseline}'s."]
-    summary += [f"{method} at batch {', '.join(map(str, batches))} is {other}'s run: there both have the same settings."
-                for (method, other), batches in shared_runs(study, rows).items()]
+        f"Seconds are of runs side by side on one machine; the last column is a step's median against {baseline}'s.",
+    ]
+    summary += [
+        f"{method} at batch {', '.join(map(str, batches))} is {other}'s run: there both have the same settings."
+        for (method, other), batches in shared_runs(study, rows).items()
+    ]
     (folder / "results.csv").write_text(as_csv(table))
     (folder / "results.md").write_text("\n\n".join([*summary, markdown(grid), markdown(table)]) + "\n")
     pictures = [draw_scores(study, rows, found, folder / "scores.png"), *draw_variances(study, found, folder)]
-    write_page(folder / "study.html", title=f"Large batches: {study.config}", summary=summary, grid=grid, pictures=pictures,
-               table=table, settings=study.model_dump_json(indent=2))
+    write_page(
+        folder / "study.html",
+        title=f"Large batches: {study.config}",
+        summary=summary,
+        grid=grid,
+        pictures=pictures,
+        table=table,
+        settings=study.model_dump_json(indent=2),
+    )
     return markdown(grid)

@@ -6,8 +6,8 @@ import csv
 import io
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 from engine.study.grid import Study
 from engine.study.runner import Outcomes, best_trial
@@ -50,8 +50,11 @@ def cells(study: Study, rows: Sequence[str], outcomes: Outcomes) -> dict[tuple[s
     found = {}
     for method in rows:
         for batch in study.batches:
-            swept = {t.factor: o for t, o in outcomes.items()
-                     if (t.method, t.batch, t.seed) == (method, batch, study.seeds[0])}
+            swept = {
+                t.factor: o
+                for t, o in outcomes.items()
+                if (t.method, t.batch, t.seed) == (method, batch, study.seeds[0])
+            }
             if any(factor not in swept for factor in study.sweep):
                 continue
             best = best_trial(study, method, batch, outcomes)
@@ -59,10 +62,17 @@ def cells(study: Study, rows: Sequence[str], outcomes: Outcomes) -> dict[tuple[s
             if None in chosen:
                 continue
             found[method, batch] = Cell(
-                method, batch, study.rate(method, batch) * best.factor, best.factor, [o.score for o in chosen],
-                {factor: "failed" if o.error else _number(o.score) for factor, o in sorted(swept.items())}, chosen[0].steps,
-                statistics.fmean(o.seconds for o in chosen), statistics.median(o.step_seconds for o in chosen),
-                [o.error for o in chosen if o.error])
+                method,
+                batch,
+                study.rate(method, batch) * best.factor,
+                best.factor,
+                [o.score for o in chosen],
+                {factor: "failed" if o.error else _number(o.score) for factor, o in sorted(swept.items())},
+                chosen[0].steps,
+                statistics.fmean(o.seconds for o in chosen),
+                statistics.median(o.step_seconds for o in chosen),
+                [o.error for o in chosen if o.error],
+            )
     return found
 
 
@@ -74,20 +84,36 @@ def relative_cost(found: dict[tuple[str, int], Cell], cell: Cell, baseline: str)
 
 def rows_of(study: Study, found: dict[tuple[str, int], Cell], baseline: str) -> list[list[str]]:
     """The long table, heading first."""
-    table = [["method", "batch", study.metric, "seeds", "lr", "x rule", "sweep", "steps", "seconds", f"step / {baseline}"]]
+    table = [
+        ["method", "batch", study.metric, "seeds", "lr", "x rule", "sweep", "steps", "seconds", f"step / {baseline}"]
+    ]
     for cell in found.values():
-        table.append([
-            cell.method, str(cell.batch), cell.text(), " ".join(_number(score) for score in cell.scores), f"{cell.lr:.3g}",
-            f"{cell.factor:g}", " ".join(f"x{factor:g}: {score}" for factor, score in cell.swept.items()),
-            str(cell.steps), f"{cell.seconds:.0f}", _number(relative_cost(found, cell, baseline))])
+        table.append(
+            [
+                cell.method,
+                str(cell.batch),
+                cell.text(),
+                " ".join(_number(score) for score in cell.scores),
+                f"{cell.lr:.3g}",
+                f"{cell.factor:g}",
+                " ".join(f"x{factor:g}: {score}" for factor, score in cell.swept.items()),
+                str(cell.steps),
+                f"{cell.seconds:.0f}",
+                _number(relative_cost(found, cell, baseline)),
+            ]
+        )
     return table
 
 
 def grid_of(study: Study, rows: Sequence[str], found: dict[tuple[str, int], Cell]) -> list[list[str]]:
     """The short table: methods down, batches across."""
-    return [["method", *(f"batch {batch}" for batch in study.batches)],
-            *([method, *(found[method, batch].text() if (method, batch) in found else "" for batch in study.batches)]
-              for method in rows)]
+    return [
+        ["method", *(f"batch {batch}" for batch in study.batches)],
+        *(
+            [method, *(found[method, batch].text() if (method, batch) in found else "" for batch in study.batches)]
+            for method in rows
+        ),
+    ]
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:

@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator
 
 from engine.config import UserError
 from engine.study.grid import Study, Trial, better, settings
@@ -35,9 +35,11 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
     with _alone_in(folder):
         start = _start(study, folder, server, say)
         field = _Field(study, rows, folder, start, server, say)
-        say(f"study   {field.total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
+        say(
+            f"study   {field.total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
             f"{', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed {study.seeds[0]}, the best of them with "
-            f"{len(study.seeds) - 1} more; {field.done} are done, {at_once} run at once")
+            f"{len(study.seeds) - 1} more; {field.done} are done, {at_once} run at once"
+        )
         with _ended(field.running):
             while field.begin(at_once) or field.running:
                 time.sleep(0.2)
@@ -48,8 +50,15 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
 class _Field:
     """Which trials are done, which run, and which come next."""
 
-    def __init__(self, study: Study, rows: list[str], folder: Path, start: Path | None,
-                 server: multiprocessing.context.BaseContext, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        study: Study,
+        rows: list[str],
+        folder: Path,
+        start: Path | None,
+        server: multiprocessing.context.BaseContext,
+        say: Callable[[str], None],
+    ) -> None:
         self.study, self.rows, self.folder, self.start, self.server, self.say = study, rows, folder, start, server, say
         self.outcomes = read_outcomes(study, rows, folder)
         self.running: dict[Trial, multiprocessing.Process] = {}
@@ -68,15 +77,20 @@ class _Field:
                 break
             # Another method's rule may come to the same here, such as MegDet's below the knee.
             own = settings(self.study, trial)
-            same = next((other for other in [*self.outcomes, *self.running] if settings(self.study, other) == own), None)
+            same = next(
+                (other for other in [*self.outcomes, *self.running] if settings(self.study, other) == own), None
+            )
             if same is None:
                 self.running[trial] = self.server.Process(
-                    target=run_trial, args=(self.study, trial, self.folder / trial.name, self.start))
+                    target=run_trial, args=(self.study, trial, self.folder / trial.name, self.start)
+                )
                 self.running[trial].start()
             elif same in self.outcomes:
                 _copy(self.folder / same.name, self.folder / trial.name)
                 self.outcomes[trial] = self.outcomes[same]
-                self.say(f"[{self.done}/{self.total}] {_label(trial)}: the same run as {_label(same)}, taken from there")
+                self.say(
+                    f"[{self.done}/{self.total}] {_label(trial)}: the same run as {_label(same)}, taken from there"
+                )
         return bool(due)
 
     def collect(self) -> None:
@@ -85,14 +99,18 @@ class _Field:
             log = f"{self.folder / trial.name}.log"
             outcome = read_outcome(self.folder / trial.name)
             if outcome is None:
-                raise UserError(f"the run {trial.name} ended with {self.running[trial].exitcode} and no outcome: see {log}; start "
-                                "the same command again to go on")
+                raise UserError(
+                    f"the run {trial.name} ended with {self.running[trial].exitcode} and no outcome: see {log}; start "
+                    "the same command again to go on"
+                )
             del self.running[trial]
             self.outcomes[trial] = outcome
             self.finished, self.failed = self.finished + 1, self.failed + bool(outcome.error)
             left = (time.monotonic() - self.began) / self.finished * (self.total - self.done)
-            self.say(f"[{self.done}/{self.total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, "
-                     f"ETA {_duration(left)}")
+            self.say(
+                f"[{self.done}/{self.total}] {_label(trial)}: {_text(outcome)} in {outcome.seconds:.0f} s, "
+                f"ETA {_duration(left)}"
+            )
             if self.failed == self.finished >= TRIES:
                 raise UserError(f"the first {self.finished} runs failed, the last one with {outcome.error}: see {log}")
 
@@ -154,14 +172,18 @@ def due_trials(study: Study, rows: list[str], outcomes: Outcomes) -> list[Trial]
             missing = [trial for trial in swept if trial not in outcomes]
             if not missing:
                 best = best_trial(study, method, batch, outcomes)
-                missing = [trial for seed in study.seeds[1:] for trial in [best._replace(seed=seed)] if trial not in outcomes]
+                missing = [
+                    trial for seed in study.seeds[1:] for trial in [best._replace(seed=seed)] if trial not in outcomes
+                ]
             due += missing
     return due
 
 
 def best_trial(study: Study, method: str, batch: int, outcomes: Outcomes) -> Trial:
     """The sweep's best; where all diverged, its smallest learning rate."""
-    swept = sorted((Trial(method, batch, factor, study.seeds[0]) for factor in study.sweep), key=lambda trial: trial.factor)
+    swept = sorted(
+        (Trial(method, batch, factor, study.seeds[0]) for factor in study.sweep), key=lambda trial: trial.factor
+    )
     best = swept[0]
     for trial in swept[1:]:
         if better(outcomes[trial].score, outcomes[best].score):
@@ -170,20 +192,29 @@ def best_trial(study: Study, method: str, batch: int, outcomes: Outcomes) -> Tri
 
 
 def read_outcomes(study: Study, rows: list[str], folder: Path) -> Outcomes:
-    trials = [Trial(method, batch, factor, seed) for method in rows for batch in study.batches
-              for factor in study.sweep for seed in study.seeds]
+    trials = [
+        Trial(method, batch, factor, seed)
+        for method in rows
+        for batch in study.batches
+        for factor in study.sweep
+        for seed in study.seeds
+    ]
     found = {trial: read_outcome(folder / trial.name) for trial in trials}
     # A run that failed for another reason than divergence is tried again.
     return {trial: outcome for trial, outcome in found.items() if outcome is not None and outcome.error is None}
 
 
-def _start(study: Study, folder: Path, server: multiprocessing.context.BaseContext, say: Callable[[str], None]) -> Path | None:
+def _start(
+    study: Study, folder: Path, server: multiprocessing.context.BaseContext, say: Callable[[str], None]
+) -> Path | None:
     if study.start is None:
         return None
     path = folder / "start.pth"
     if not path.exists():
-        say(f"start   {study.start.epochs:g} epochs of {study.start.method} at batch {study.batches[0]} give the weights of "
-            f"{', '.join(study.start.keep)} that all runs start from")
+        say(
+            f"start   {study.start.epochs:g} epochs of {study.start.method} at batch {study.batches[0]} give the weights of "
+            f"{', '.join(study.start.keep)} that all runs start from"
+        )
         shutil.rmtree(folder / "start", ignore_errors=True)
         process = server.Process(target=make_start, args=(study, path))
         with _ended({Trial("start", study.batches[0], 1.0, 0): process}):

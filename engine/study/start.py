@@ -23,14 +23,30 @@ def make_start(study: Study, path: Path) -> None:
     if not parent_process().is_alive():  # the study was stopped while this process was being made
         return
     with alone(folder):
-        train(load_config(study.config, [
-            *study.set, *batch_settings(study, batch), *optimizer_settings(method, study.rate(start.method, batch), {}), *start.set,
-            "schedule.steps=null", f"schedule.epochs={start.epochs}",
-            "schedule.warmup_steps=null", f"schedule.warmup_epochs={study.warmup * start.epochs}", "run.checkpoint_interval=null",
-            "run.eval_interval=0", f"run.work_dir={json.dumps(str(folder))}"]))
+        train(
+            load_config(
+                study.config,
+                [
+                    *study.set,
+                    *batch_settings(study, batch),
+                    *optimizer_settings(method, study.rate(start.method, batch), {}),
+                    *start.set,
+                    "schedule.steps=null",
+                    f"schedule.epochs={start.epochs}",
+                    "schedule.warmup_steps=null",
+                    f"schedule.warmup_epochs={study.warmup * start.epochs}",
+                    "run.checkpoint_interval=null",
+                    "run.eval_interval=0",
+                    f"run.work_dir={json.dumps(str(folder))}",
+                ],
+            )
+        )
         weights, _ = read_weights(folder / "checkpoints" / "latest")
-        kept = {name: whole(value) for name, value in weights.items()
-                if any(name == prefix or name.startswith(f"{prefix}.") for prefix in start.keep)}
+        kept = {
+            name: whole(value)
+            for name, value in weights.items()
+            if any(name == prefix or name.startswith(f"{prefix}.") for prefix in start.keep)
+        }
         part = path.with_suffix(".part")
         torch.save({"state_dict": kept}, part)
         part.rename(path)

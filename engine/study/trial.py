@@ -11,9 +11,10 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 from engine.config import RunConfig, UserError, load_config
 from engine.monitoring.records import read_records, write_json
@@ -55,14 +56,21 @@ def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> N
             config = trial_config(study, trial, folder, images=training_images(study), start=start)
             score = _score(config, study.metric)
     except Exception as problem:  # told at the study's end; the other trials go on
-        error = None if isinstance(problem, _diverged()) else f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+        error = (
+            None if isinstance(problem, _diverged()) else f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+        )
     records = read_records(folder / "metrics.jsonl")
-    if records and isinstance(records[-1]["loss"], str):  # not a number, too late in the run to have been stopped for it
+    if records and isinstance(
+        records[-1]["loss"], str
+    ):  # not a number, too late in the run to have been stopped for it
         score = math.nan
     step = statistics.median(record["seconds"] for record in records) if records else 0.0
     folder.mkdir(exist_ok=True)
-    write_json(folder / OUTCOME, Outcome(score, len(records), time.monotonic() - began, step, error)._asdict()
-               | {"score": None if math.isnan(score) else score})
+    write_json(
+        folder / OUTCOME,
+        Outcome(score, len(records), time.monotonic() - began, step, error)._asdict()
+        | {"score": None if math.isnan(score) else score},
+    )
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ its companion partition, and `spans` says which piece of which fragment lies whe
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,8 +31,9 @@ class Block(NamedTuple):
         return flat.as_strided((self.rows, self.width), (self.source_stride, 1), flat.storage_offset() + self.source)
 
     def write(self, bucket: Tensor) -> Tensor:
-        return bucket.as_strided((self.rows, self.width), (self.target_stride, 1),
-                                 bucket.storage_offset() + self.target)
+        return bucket.as_strided(
+            (self.rows, self.width), (self.target_stride, 1), bucket.storage_offset() + self.target
+        )
 
 
 class Span(NamedTuple):
@@ -47,8 +49,8 @@ class Span(NamedTuple):
 class Bucket:
     numel: int = 0
     home: int = 0
-    segments: list[tuple[int, int, int]] = field(default_factory=list)      # (owner, start, length)
-    blocks: dict[int, list[Block]] = field(default_factory=dict)            # by parameter
+    segments: list[tuple[int, int, int]] = field(default_factory=list)  # (owner, start, length)
+    blocks: dict[int, list[Block]] = field(default_factory=dict)  # by parameter
 
 
 @dataclass
@@ -101,8 +103,9 @@ def _even(layout: Layout, order: Sequence[int], bucket_size: int, fragment_of: d
             rows, rest = divmod(size, chunk)
             blocks = [Block(rows, stop - start, start, chunk, column, width)]
             if rest > start:
-                blocks.append(Block(1, min(stop, rest) - start, rows * chunk + start, chunk, rows * width + column,
-                                    width))
+                blocks.append(
+                    Block(1, min(stop, rest) - start, rows * chunk + start, chunk, rows * width + column, width)
+                )
             bucket.blocks.setdefault(i, []).extend(blocks)
             owned = min(stop, size - layout.rank * chunk)
             if owned > start:

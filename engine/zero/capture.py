@@ -6,7 +6,8 @@ divides the loss by K) at every stage. Outside a window it returns at once.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,18 @@ class Capture:
     s[j] = R / (2 n1) or -R / (2 n2), so that  d = (1/R) sum s[j] u[j].
     """
 
-    def __init__(self, layout: Layout, group: Any, *, kind: str, accumulation: int, bucket_size: int,
-                 device: torch.device, dtype: torch.dtype, in_window: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        group: Any,
+        *,
+        kind: str,
+        accumulation: int,
+        bucket_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        in_window: Callable[[], bool],
+    ) -> None:
         self.layout, self.group, self.kind, self.K, self.bucket_size = layout, group, kind, accumulation, bucket_size
         self.device, self.dtype, self.in_window = device, dtype, in_window
         self.R = layout.world * accumulation
@@ -130,8 +141,9 @@ class Capture:
         flags = torch.zeros(2 * n + 3, dtype=torch.float64)
         flags[:n] = torch.tensor(self.fired, dtype=torch.float64)
         flags[[n + i for i in late]] = 1
-        flags[2 * n:] = torch.tensor([float(norm_squared), self.micro != self.K,
-                                      self.broken or (companion is not None and companion.broken)])
+        flags[2 * n :] = torch.tensor(
+            [float(norm_squared), self.micro != self.K, self.broken or (companion is not None and companion.broken)]
+        )
         if companion is not None:
             companion.finish()
         flags = self.all_reduce(flags.to(self.device)).cpu()

@@ -13,7 +13,8 @@ cannot wait for each other: one that waits for bucket k has launched it, and so 
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from engine.zero.layout import Layout
 class Lane:
     """One vector: sum over ranks and micro-steps of weight * f(u), f being u or u^2."""
 
-    def __init__(self, plan: Plan, *, squared: bool, dtype: torch.dtype, device: torch.device,
-                 once: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, *, squared: bool, dtype: torch.dtype, device: torch.device, once: bool = False
+    ) -> None:
         self.squared = squared
         # Squares of 16-bit gradients would leave their range.
         dtype = torch.float32 if squared else dtype
@@ -51,7 +53,7 @@ class Companion:
                 lane.outputs = [buffer.new_empty(buffer.numel() // layout.world) for buffer in lane.buffers]
         self.flying: list[tuple[int, list[Any]] | None] = [None, None]
         self.broken = False
-        self.turn = 0               # buckets launched before this micro-step, which decides the buffer of the next
+        self.turn = 0  # buckets launched before this micro-step, which decides the buffer of the next
         self._begin()
 
     def _begin(self) -> None:
@@ -72,8 +74,12 @@ class Companion:
             for block in self.plan.buckets[b].blocks[i]:
                 for lane, weight, buffer in zip(self.lanes, weights, buffers):
                     for k, flat in enumerate(flats):
-                        _place(block.read(flat), block.write(buffer), 1.0 if lane.squared else weight,
-                               first=k == 0 and i not in self.came[b])
+                        _place(
+                            block.read(flat),
+                            block.write(buffer),
+                            1.0 if lane.squared else weight,
+                            first=k == 0 and i not in self.came[b],
+                        )
             self.came[b][i] = self.came[b].get(i, 0) + 1
         while self.next < len(self.plan.buckets) and self._complete(self.next):
             self._launch(weights)
@@ -95,7 +101,7 @@ class Companion:
         if b not in self.opened:
             self._land(slot)
             self.opened.add(b)
-        return [lane.buffers[slot][:self.plan.buckets[b].numel] for lane in self.lanes]
+        return [lane.buffers[slot][: self.plan.buckets[b].numel] for lane in self.lanes]
 
     def _launch(self, weights: Sequence[float]) -> None:
         b = self.next
@@ -105,7 +111,7 @@ class Companion:
                 if i not in self.came[b]:
                     for block in blocks:
                         block.write(buffer).zero_()
-            if lane.squared:            # the square of the sum of its parts, so not before they are all here
+            if lane.squared:  # the square of the sum of its parts, so not before they are all here
                 buffer.square_().mul_(weight)
             works += self._reduce(bucket.segments, buffer, lane.outputs[slot] if self.scatter else None)
         self.flying[slot] = (b, works)
@@ -115,9 +121,11 @@ class Companion:
         if self.layout.world == 1:
             return []
         if output is not None:
-            return [dist.reduce_scatter_tensor(output[:segments[0][2]], buffer, group=self.group, async_op=True)]
-        return [dist.reduce(buffer[start:start + length], group_dst=owner, group=self.group, async_op=True)
-                for owner, start, length in segments]
+            return [dist.reduce_scatter_tensor(output[: segments[0][2]], buffer, group=self.group, async_op=True)]
+        return [
+            dist.reduce(buffer[start : start + length], group_dst=owner, group=self.group, async_op=True)
+            for owner, start, length in segments
+        ]
 
     def _land(self, slot: int) -> None:
         """Wait for the bucket in a buffer and add what is ours to the partition."""
@@ -131,8 +139,8 @@ class Companion:
         for owner, start, length in bucket.segments:
             if owner == self.layout.rank:
                 for lane in self.lanes:
-                    got = lane.outputs[slot][:length] if self.scatter else lane.buffers[slot][start:start + length]
-                    lane.partition[bucket.home:bucket.home + length].add_(got)
+                    got = lane.outputs[slot][:length] if self.scatter else lane.buffers[slot][start : start + length]
+                    lane.partition[bucket.home : bucket.home + length].add_(got)
 
     def end_micro_step(self, weights: Sequence[float]) -> None:
         """Send what is left of this micro-step; a gradient that has not come is zero."""
@@ -168,8 +176,9 @@ class Companion:
                 for begin, end, target in where[fragment]:
                     low, high = max(start, begin), min(stop, end)
                     if low < high:
-                        lane.partition[target + low - begin:target + high - begin].add_(
-                            extra.partition[home + low - start:home + high - start])
+                        lane.partition[target + low - begin : target + high - begin].add_(
+                            extra.partition[home + low - start : home + high - start]
+                        )
 
 
 def _place(source: Tensor, target: Tensor, weight: float, *, first: bool) -> None:
@@ -177,6 +186,6 @@ def _place(source: Tensor, target: Tensor, weight: float, *, first: bool) -> Non
     if not first:
         target.add_(source, alpha=weight)
     elif source.dtype == target.dtype:
-        torch.mul(source, weight, out=target)           # one pass over memory instead of two
+        torch.mul(source, weight, out=target)  # one pass over memory instead of two
     else:
         target.copy_(source).mul_(weight)

@@ -15,7 +15,8 @@ Before backward the ranks compare which parameters their graphs reach (one small
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, NamedTuple, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,8 +81,9 @@ class _Deliver(torch.autograd.Function):
     """The loss, whose backward computes the gradients of an inner graph and hands them out in parameter order."""
 
     @staticmethod
-    def forward(ctx: Any, gather: Callable, inner: Callable[[], torch.Tensor], counts: bool,
-                *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, gather: Callable, inner: Callable[[], torch.Tensor], counts: bool, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.gather, ctx.inner, ctx.counts, ctx.parameters = gather, inner, counts, parameters
         return inner().detach().clone()
 
@@ -127,8 +129,9 @@ class CompleteGradients:
         _release(apart)
         return touched
 
-    def complete(self, loss: torch.Tensor, touched: torch.Tensor | None, *, counts: bool = True,
-                 alarm: bool = False) -> Agreed:
+    def complete(
+        self, loss: torch.Tensor, touched: torch.Tensor | None, *, counts: bool = True, alarm: bool = False
+    ) -> Agreed:
         """The loss to go backward from, and what the ranks told each other.
 
         A micro-batch that does not count (its loss is not finite) contributes zeros instead of gradients. `alarm`

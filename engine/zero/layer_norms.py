@@ -7,7 +7,8 @@ on, that is a second all-reduce, of one number.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,10 @@ class LayerNorms:
         if client._norms is not None:
             raise ValueError(f"this {name} is attached already: attach it once, right after deepspeed.initialize")
         if getattr(engine, "basic_optimizer", None) is not client:
-            raise ValueError(f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
-                             "attach the engine that returns")
+            raise ValueError(
+                f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
+                "attach the engine that returns"
+            )
         refuse_unsupported(engine, name)
         self.engine, self.client, self.layout = engine, client, layout_of(engine)
         self._check_weights()
@@ -40,8 +43,10 @@ class LayerNorms:
         for fragment in self.layout.held():
             stop = fragment.offset + fragment.stop - fragment.start
             segments[self.layout.shard(fragment)].append((fragment.offset, stop, fragment.param))
-        client.follow([(group, len(getattr(p, "ds_shape", p.shape)))
-                       for p, group in zip(self.layout.params, self.layout.group)], segments)
+        client.follow(
+            [(group, len(getattr(p, "ds_shape", p.shape))) for p, group in zip(self.layout.params, self.layout.group)],
+            segments,
+        )
         self.wrapped = Wrapped()
         self.wrapped.put(engine.optimizer, "step", self._step)
         client._norms = self
@@ -57,16 +62,18 @@ class LayerNorms:
             if parameter.is_meta:  # of a dry run, where they hold nothing
                 continue
             if hasattr(parameter, "ds_tensor"):
-                own = parameter.ds_tensor.reshape(-1)[:fragment.stop - fragment.start]
+                own = parameter.ds_tensor.reshape(-1)[: fragment.stop - fragment.start]
             else:
-                own = parameter.detach().reshape(-1)[fragment.start:fragment.stop]
+                own = parameter.detach().reshape(-1)[fragment.start : fragment.stop]
             if not torch.equal(self._weights(fragment).to(own), own):
-                raise RuntimeError("DeepSpeed's shards do not hold the parameters where engine/zero/layout.py reads "
-                                   "them: use deepspeed 0.19.x")
+                raise RuntimeError(
+                    "DeepSpeed's shards do not hold the parameters where engine/zero/layout.py reads "
+                    "them: use deepspeed 0.19.x"
+                )
 
     def _weights(self, fragment: Fragment) -> Tensor:
         stop = fragment.offset + fragment.stop - fragment.start
-        return self.layout.shard(fragment).detach().reshape(-1)[fragment.offset:stop]
+        return self.layout.shard(fragment).detach().reshape(-1)[fragment.offset : stop]
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         self._measure()

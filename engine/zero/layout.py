@@ -8,9 +8,10 @@ It knows no update rule. Read off DeepSpeed 0.19.8; the first-window self-check 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,11 @@ def squared_norm(x: Tensor) -> Tensor:
 def state_slice(state: Mapping[str, Any], shard: Tensor, start: int, stop: int) -> dict[str, Any]:
     """A range of the optimizer's state of a shard, and its numbers for the whole shard as they are."""
     parts = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    return {key: value.reshape(-1)[start:stop] if key in parts else value for key, value in state.items()
-            if key not in parts or value.numel() == shard.numel()}
+    return {
+        key: value.reshape(-1)[start:stop] if key in parts else value
+        for key, value in state.items()
+        if key not in parts or value.numel() == shard.numel()
+    }
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,12 @@ class Layout:
         self.engine, self.wrapper, self.params, self.group = engine, engine.optimizer, params, group
         self.world = dist.get_world_size(engine.seq_data_parallel_group)
         self.rank = dist.get_rank(engine.seq_data_parallel_group)
-        self.fragments = [Fragment(i, start, stop, *self.place(i, start)) for i in range(len(params))
-                          for rank, start, stop in self.ranges(i) if rank == self.rank]
+        self.fragments = [
+            Fragment(i, start, stop, *self.place(i, start))
+            for i in range(len(params))
+            for rank, start, stop in self.ranges(i)
+            if rank == self.rank
+        ]
 
     def numel(self, i: int) -> int:
         return getattr(self.params[i], "ds_numel", self.params[i].numel())
@@ -134,11 +142,13 @@ class Replicated(Layout):
     needs_norm = False
 
     def __init__(self, engine: Any) -> None:
-        groups = [[p for p in group["params"] if p.requires_grad and p.numel()]
-                  for group in engine.optimizer.param_groups]
+        groups = [
+            [p for p in group["params"] if p.requires_grad and p.numel()] for group in engine.optimizer.param_groups
+        ]
         self.clipped_by = 1.0
-        super().__init__(engine, [p for group in groups for p in group],
-                         [k for k, group in enumerate(groups) for _ in group])
+        super().__init__(
+            engine, [p for group in groups for p in group], [k for k, group in enumerate(groups) for _ in group]
+        )
         self.masters = self.params
 
     def place(self, i: int, start: int) -> tuple[int, int]:
@@ -155,7 +165,7 @@ class Replicated(Layout):
 
     def gradient(self, fragment: Fragment) -> Tensor | None:
         grad = self.params[fragment.param].grad
-        return None if grad is None else grad.reshape(-1)[fragment.start:fragment.stop]
+        return None if grad is None else grad.reshape(-1)[fragment.start : fragment.stop]
 
     def factors(self, norm: float) -> tuple[float, float]:
         return 1.0, self.clipped_by
@@ -177,8 +187,12 @@ class ReplicatedMasters(Replicated):
 
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer
-        Layout.__init__(self, engine, [p for group in wrapper.fp16_groups for p in group],
-                        [k for k, group in enumerate(wrapper.fp16_groups) for _ in group])
+        Layout.__init__(
+            self,
+            engine,
+            [p for group in wrapper.fp16_groups for p in group],
+            [k for k, group in enumerate(wrapper.fp16_groups) for _ in group],
+        )
         self.masters = [p for group in wrapper.fp32_groups for p in group]
 
     def publish(self) -> None:
@@ -203,13 +217,16 @@ class Flat(Layout):
     def __init__(self, engine: Any, groups: list[list[Tensor]], offsets: list[list[int]], sizes: list[int]) -> None:
         self.sizes = [int(size) for size in sizes]
         self.position = [int(offset) for group in offsets for offset in group]
-        super().__init__(engine, [p for group in groups for p in group],
-                         [k for k, group in enumerate(groups) for _ in group])
+        super().__init__(
+            engine, [p for group in groups for p in group], [k for k, group in enumerate(groups) for _ in group]
+        )
 
     def ranges(self, i: int) -> list[tuple[int, int, int]]:
         size, first, last = self.sizes[self.group[i]], self.position[i], self.position[i] + self.numel(i)
-        return [(r, max(first, r * size) - first, min(last, (r + 1) * size) - first)
-                for r in range(first // size, (last - 1) // size + 1)]
+        return [
+            (r, max(first, r * size) - first, min(last, (r + 1) * size) - first)
+            for r in range(first // size, (last - 1) // size + 1)
+        ]
 
     def place(self, i: int, start: int) -> tuple[int, int]:
         return self.group[i], self.position[i] + start - self.rank * self.sizes[self.group[i]]
@@ -222,8 +239,9 @@ class ZeroOneTwo(Flat):
         wrapper = engine.optimizer
         self.keeps_local = not wrapper.partition_gradients
         # The round-robin lists are right with and without round_robin_gradients; `_hp_mapping` is not (0.19.8).
-        super().__init__(engine, wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets,
-                         wrapper.partition_size)
+        super().__init__(
+            engine, wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.partition_size
+        )
         order = sorted(self.fragments, key=lambda f: (f.shard, f.offset))
         first = {f.shard: k for k, f in reversed(list(enumerate(order)))}
         self.ordinal = {f: k - first[f.shard] for k, f in enumerate(order)}
@@ -240,9 +258,12 @@ class ZeroOneTwo(Flat):
         if flat is not None:
             return flat.view(-1)[begin:end]
         # Otherwise a list, one tensor per fragment in partition order (parameter_alignment puts padding between).
-        part = [p for p in parts if not getattr(p, "_zero_padding", False)][self.ordinal[fragment]] \
-            if self.wrapper.parameter_alignment else parts[self.ordinal[fragment]]
-        return part.reshape(-1)[:end - begin]
+        part = (
+            [p for p in parts if not getattr(p, "_zero_padding", False)][self.ordinal[fragment]]
+            if self.wrapper.parameter_alignment
+            else parts[self.ordinal[fragment]]
+        )
+        return part.reshape(-1)[: end - begin]
 
     def local_sum(self, i: int) -> Tensor | None:
         return self.wrapper.get_gradient_for_reduction(self.params[i])
@@ -256,16 +277,19 @@ class BF16(Flat):
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer
         self.row = [(k, j) for k, group in enumerate(wrapper.bf16_groups) for j in range(len(group))]
-        super().__init__(engine, wrapper.bf16_groups,
-                         [[0, *accumulate(p.numel() for p in group[:-1])] for group in wrapper.bf16_groups],
-                         [partition.numel() for partition in wrapper.fp32_groups_flat_partition])
+        super().__init__(
+            engine,
+            wrapper.bf16_groups,
+            [[0, *accumulate(p.numel() for p in group[:-1])] for group in wrapper.bf16_groups],
+            [partition.numel() for partition in wrapper.fp32_groups_flat_partition],
+        )
 
     def shard(self, fragment: Fragment) -> Tensor:
         return self.wrapper.fp32_groups_flat_partition[fragment.shard]
 
     def gradient(self, fragment: Fragment) -> Tensor | None:
         flat = self.wrapper.fp32_groups_gradient_flat_partition[fragment.shard]
-        return flat[fragment.offset:fragment.offset + fragment.stop - fragment.start]
+        return flat[fragment.offset : fragment.offset + fragment.stop - fragment.start]
 
     def local_sum(self, i: int) -> Tensor | None:
         k, j = self.row[i]
@@ -282,8 +306,11 @@ class Chunked(Layout):
         wrapper = engine.optimizer
         self.row = [(k, j) for k, group in enumerate(wrapper.fp16_groups) for j in range(len(group))]
         self.position = [wrapper.grad_position[wrapper.get_param_id(p)] for group in wrapper.fp16_groups for p in group]
-        super().__init__(engine, [p for group in wrapper.fp16_groups for p in group],
-                         [wrapper.sub_group_to_group_id[k] for k, _ in self.row])
+        super().__init__(
+            engine,
+            [p for group in wrapper.fp16_groups for p in group],
+            [wrapper.sub_group_to_group_id[k] for k, _ in self.row],
+        )
 
     def place(self, i: int, start: int) -> tuple[int, int]:
         sub_group, offset, _ = self.position[i]
@@ -303,7 +330,7 @@ class Chunked(Layout):
     def gradient(self, fragment: Fragment) -> Tensor | None:
         length = fragment.stop - fragment.start
         if self.wrapper.offload_optimizer:
-            return self.shard(fragment).grad.view(-1)[fragment.offset:fragment.offset + length]
+            return self.shard(fragment).grad.view(-1)[fragment.offset : fragment.offset + length]
         k, j = self.row[fragment.param]
         return self.wrapper.averaged_gradients[k][j].view(-1)[:length]
 
@@ -315,8 +342,12 @@ def layout_of(engine: Any) -> Layout:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    classes = {FP16_UnfusedOptimizer: ReplicatedMasters, BF16_Optimizer: BF16, DeepSpeedZeroOptimizer: ZeroOneTwo,
-               DeepSpeedZeroOptimizer_Stage3: Chunked}
+    classes = {
+        FP16_UnfusedOptimizer: ReplicatedMasters,
+        BF16_Optimizer: BF16,
+        DeepSpeedZeroOptimizer: ZeroOneTwo,
+        DeepSpeedZeroOptimizer_Stage3: Chunked,
+    }
     wrapper = type(engine.optimizer)
     if wrapper in classes:
         return classes[wrapper](engine)

@@ -9,7 +9,8 @@ no parameters has nothing to fetch, so it needs no hooks.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,8 +98,11 @@ def _initialise_conv_modules(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _writes_reach_parameters() -> Iterator[None]:
-    named = {name: getattr(nn.init, name) for name in dir(nn.init)
-             if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name))}
+    named = {
+        name: getattr(nn.init, name)
+        for name in dir(nn.init)
+        if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name))
+    }
     try:
         for name, function in named.items():
             setattr(nn.init, name, _on_whole(function))

@@ -7,7 +7,8 @@ such a parameter has one dimension of one, which broadcasts alike in every formu
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn

@@ -6,7 +6,8 @@ of each. A shard's number is the one that the layout of the saving run gave it.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ class StoredShard(NamedTuple):
     state: Mapping[str, Any]
 
 
-def stored_shards(layout: str, names: Sequence[str], model_states: Mapping[str, Any],
-                  zero_states: Mapping[str, Any] | None) -> list[StoredShard]:
+def stored_shards(
+    layout: str, names: Sequence[str], model_states: Mapping[str, Any], zero_states: Mapping[str, Any] | None
+) -> list[StoredShard]:
     """The shards in one rank's files. `layout` is the class name of the saving run's layout, `names` its parameters."""
     if layout == "Replicated":
         state = model_states["optimizer"]["state"]
@@ -63,9 +65,16 @@ def restore_scale(scaler: Any, saved: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def fill(layout: Layout, names: Sequence[str], optimizer: torch.optim.Optimizer, *,
-         states: Sequence[str], read: Callable[[str, str, int, int], Tensor],
-         scalars: Callable[[str], Mapping[str, Any]], progress: Callable[[int], None]) -> None:
+def fill(
+    layout: Layout,
+    names: Sequence[str],
+    optimizer: torch.optim.Optimizer,
+    *,
+    states: Sequence[str],
+    read: Callable[[str, str, int, int], Tensor],
+    scalars: Callable[[str], Mapping[str, Any]],
+    progress: Callable[[int], None],
+) -> None:
     """Fill this rank's shards, and the optimizer's state of them, range by range; `layout.publish` is still to do.
 
     `read(name, state, start, stop)` gives a range of a flattened parameter's master weights or of a state of it.
@@ -94,4 +103,4 @@ def _put(target: Tensor, fragment: Fragment, values: Tensor) -> None:
     if values.numel() == target.numel():
         target.copy_(values.view(target.shape))
     else:
-        target.view(-1)[fragment.offset:fragment.offset + values.numel()].copy_(values)
+        target.view(-1)[fragment.offset : fragment.offset + values.numel()].copy_(values)

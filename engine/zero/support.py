@@ -27,8 +27,8 @@ def refuse_unsupported(engine: Any, who: str) -> None:
         "DeepCompile": engine.is_deepcompile_enabled(),
         "elastic_checkpoint": stage > 0 and zero.elastic_checkpoint,
         "fp16 at stage 0": stage == 0 and engine.fp16_enabled(),
-        "torch_autocast in fp16 (it brings a second loss scale)":
-            engine.torch_autocast_enabled() and "float16" == str(engine.torch_autocast_dtype()).split(".")[-1],
+        "torch_autocast in fp16 (it brings a second loss scale)": engine.torch_autocast_enabled()
+        and str(engine.torch_autocast_dtype()).split(".")[-1] == "float16",
         "managed_gradient_accumulation false": not engine.managed_gradient_accumulation(),
         "ZenFlow": engine.zenflow_config() is not None,
         "SuperOffload": offload is not None and engine.super_offload(),
@@ -39,18 +39,25 @@ def refuse_unsupported(engine: Any, who: str) -> None:
     }
     for feature, used in checks.items():
         if used:
-            raise ValueError(f"{who} does not support {feature}: turn it off in the DeepSpeed config, or use another "
-                             "optimizer")
+            raise ValueError(
+                f"{who} does not support {feature}: turn it off in the DeepSpeed config, or use another optimizer"
+            )
 
 
 def check_micro_batches(world: int, accumulation: int) -> None:
     if world * accumulation < 2:
-        raise ValueError(f"AGVM compares at least two micro-batches per optimizer step, got {world} rank x "
-                         f"gradient_accumulation_steps {accumulation}: set gradient_accumulation_steps to 2 or more, "
-                         "or train on more ranks")
+        raise ValueError(
+            f"AGVM compares at least two micro-batches per optimizer step, got {world} rank x "
+            f"gradient_accumulation_steps {accumulation}: set gradient_accumulation_steps to 2 or more, "
+            "or train on more ranks"
+        )
 
 
 def note_version(version: str) -> None:
     if not version.startswith(TRIED):
-        logger.warning("AGVM was tried on deepspeed %sx and not on %s; its first window compares the captured gradient "
-                       "with DeepSpeed's and stops if they differ", TRIED, version)
+        logger.warning(
+            "AGVM was tried on deepspeed %sx and not on %s; its first window compares the captured gradient "
+            "with DeepSpeed's and stops if they differ",
+            TRIED,
+            version,
+        )

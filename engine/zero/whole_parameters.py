@@ -6,7 +6,8 @@ its parameters are gathered by a collective on entry. Kept whole, it can be skip
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,10 @@ class Attachment:
         if getattr(client, "_attachment", None) is not None:
             raise ValueError("this optimizer is attached already: attach it once, right after deepspeed.initialize")
         if getattr(engine, "basic_optimizer", None) is not client:
-            raise ValueError("this optimizer is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
-                             "attach the engine that returns")
+            raise ValueError(
+                "this optimizer is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
+                "attach the engine that returns"
+            )
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be >= 1 element, got {bucket_size}")
         refuse_unsupported(engine, "AGVM")
@@ -50,9 +53,16 @@ class Attachment:
         # A group of its own: its collectives run beside DeepSpeed's and never wait behind them.
         members = dist.get_process_group_ranks(engine.seq_data_parallel_group or dist.group.WORLD)
         group = dist.new_group(members) if self.layout.world > 1 else None
-        self.capture = Capture(self.layout, group, kind=client.companion, accumulation=accumulation,
-                               bucket_size=bucket_size, device=torch.device(engine.device),
-                               dtype=engine.communication_data_type, in_window=self._in_window)
+        self.capture = Capture(
+            self.layout,
+            group,
+            kind=client.companion,
+            accumulation=accumulation,
+            bucket_size=bucket_size,
+            device=torch.device(engine.device),
+            dtype=engine.communication_data_type,
+            in_window=self._in_window,
+        )
         self.modules = list(client.modulator.mu)
         self.groups = [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in client.param_groups]
         self.wrapped = Wrapped()
@@ -110,7 +120,7 @@ class Attachment:
     def _sums(self, fired: list[bool], norm: float) -> Tensor:
         scale, companion_scale = self.layout.factors(norm)
         if self.client.companion != "signed":
-            companion_scale = companion_scale ** 2
+            companion_scale = companion_scale**2
         sums = torch.zeros(len(self.modules), 3, dtype=torch.float64, device=self.capture.device)
         for fragment, low, high, g, d in self._slices(fired, self.capture.lane):
             group = self.client.param_groups[self.layout.group[fragment.param]]
@@ -139,7 +149,7 @@ class Attachment:
             if g is not None:
                 for low in range(start, stop, limit):
                     high = min(stop, low + limit)
-                    d = None if lane is None else lane.partition[home + low - start:home + high - start]
+                    d = None if lane is None else lane.partition[home + low - start : home + high - start]
                     yield fragment, low, high, g[low:high], d
 
     def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Any]:
@@ -158,19 +168,21 @@ class Attachment:
             sums[self.layout.group[fragment.param]] += part.to(sums.device)
         sums = capture.all_reduce(sums).cpu()
         if not torch.isfinite(sums).all():
-            return                                                       # an overflow: look again at the next window
+            return  # an overflow: look again at the next window
         tolerance = 1e-3 if capture.dtype == torch.float32 else 0.1
         for group, (error, total) in zip(self.client.param_groups, sums.tolist()):
-            if error > tolerance ** 2 * total:
+            if error > tolerance**2 * total:
                 raise RuntimeError(
                     f"the gradient captured for module {group['module']!r} differs from DeepSpeed {self.version}'s by "
                     f"{(error / total) ** 0.5 if total else float('inf'):.2g} of its norm: this version lays out its "
                     "shards in another way than engine/zero/layout.py reads them, or some ranks got no gradient for a "
-                    "parameter; use deepspeed 0.19.x")
+                    "parameter; use deepspeed 0.19.x"
+                )
         capture.checking, capture.plain = False, None
 
-    def _save_checkpoint(self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None,
-                         *args: Any, **kwargs: Any) -> Any:
+    def _save_checkpoint(
+        self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         state = {**(client_state or {}), CLIENT_STATE_KEY: self.client.agvm_state_dict()}
         return original(save_dir, tag, state, *args, **kwargs)
 

@@ -18,8 +18,10 @@ def apply_ablations(model: Any, *, no_fpn: bool, independent_heads: bool, ignore
     name = "rpn_head" if "rpn_head" in model else "bbox_head"
     kind = (model.get(name) or {}).get("type")
     if kind not in ABLATED:
-        raise ValueError(f"independent_heads and ignored_pixels are made for {' and '.join(ABLATED)}, but the {name} of this "
-                         f"detector is {kind}")
+        raise ValueError(
+            f"independent_heads and ignored_pixels are made for {' and '.join(ABLATED)}, but the {name} of this "
+            f"detector is {kind}"
+        )
     model[name]["type"] = ABLATED[kind]
     model[name]["independent_levels"] = independent_heads
     model[name]["ignored_pixels"] = ignored_pixels

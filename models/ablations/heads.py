@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from mmdet.models.dense_heads import RetinaHead, RPNHead
@@ -47,17 +48,29 @@ class _IgnoredPixels:
         self.ignored_pixels = ignored_pixels
         super().__init__(*args, **kwargs)
 
-    def loss_by_feat_single(self, cls_score: Tensor, bbox_pred: Tensor, anchors: Tensor, labels: Tensor,
-                            label_weights: Tensor, bbox_targets: Tensor, bbox_weights: Tensor, avg_factor: Any) -> tuple:
+    def loss_by_feat_single(
+        self,
+        cls_score: Tensor,
+        bbox_pred: Tensor,
+        anchors: Tensor,
+        labels: Tensor,
+        label_weights: Tensor,
+        bbox_targets: Tensor,
+        bbox_weights: Tensor,
+        avg_factor: Any,
+    ) -> tuple:
         if self.ignored_pixels:
             images, _, height, width = cls_score.shape
             kept = torch.rand(images, height * width, device=cls_score.device) >= self.ignored_pixels
-            kept = kept.repeat_interleave(label_weights.shape[1] // kept.shape[1], dim=1)  # a pixel's anchors are neighbours
+            kept = kept.repeat_interleave(
+                label_weights.shape[1] // kept.shape[1], dim=1
+            )  # a pixel's anchors are neighbours
             label_weights = label_weights * kept
             bbox_weights = bbox_weights * kept.unsqueeze(-1)
             avg_factor = avg_factor * (1 - self.ignored_pixels)
-        return super().loss_by_feat_single(cls_score, bbox_pred, anchors, labels, label_weights, bbox_targets, bbox_weights,
-                                           avg_factor)
+        return super().loss_by_feat_single(
+            cls_score, bbox_pred, anchors, labels, label_weights, bbox_targets, bbox_weights, avg_factor
+        )
 
 
 @MODELS.register_module()

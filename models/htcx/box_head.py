@@ -44,8 +44,16 @@ class DecoupledTransformerBoxHead(BBoxHead):
     class token, "flatten" keeps all pixels for the last layer), and boxes regardless of class.
     """
 
-    def __init__(self, cls_depth: int = 4, reg_depth: int = 4, num_heads: int = 8, mlp_ratio: float = 1.0,
-                 pooling: str = "mean", reg_class_agnostic: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        cls_depth: int = 4,
+        reg_depth: int = 4,
+        num_heads: int = 8,
+        mlp_ratio: float = 1.0,
+        pooling: str = "mean",
+        reg_class_agnostic: bool = True,
+        **options: Any,
+    ) -> None:
         if pooling not in POOLINGS:
             raise ValueError(f"pooling is one of {', '.join(POOLINGS)}, got {pooling!r}")
         super().__init__(with_avg_pool=pooling != "flatten", reg_class_agnostic=reg_class_agnostic, **options)

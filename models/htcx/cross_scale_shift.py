@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +51,14 @@ class CrossScaleShift(nn.Module):
             raise ValueError(f"meeting_level must be one of the {levels} levels, counted from 0, got {meeting_level}")
         wide = channels + len(SHIFTS) * channels // SHARE
         self.mix = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
-                          nn.Conv2d(channels, channels, 1)) for _ in range(levels))
+            nn.Sequential(
+                nn.Conv2d(wide, channels, 1, bias=False),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+                nn.Conv2d(channels, channels, 1),
+            )
+            for _ in range(levels)
+        )
         self.spatial_context = AttentionPool(channels)
         self.scale_context = AttentionPool(channels)
 

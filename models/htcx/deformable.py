@@ -59,8 +59,9 @@ class DeformableBlock(nn.Module):
 
 def _normalise(norm: nn.Module, x: Tensor) -> Tensor:
     """`norm(x)`. One pixel of one image has no variance, and torch refuses it: the running statistics serve there."""
-    joined = getattr(norm, "synchronise", False) and dist.is_initialized() and dist.get_world_size(
-        norm.process_group) > 1
+    joined = (
+        getattr(norm, "synchronise", False) and dist.is_initialized() and dist.get_world_size(norm.process_group) > 1
+    )
     if not norm.training or joined or x.numel() > x.shape[1]:
         return norm(x)
     norm.eval()

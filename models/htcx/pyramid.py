@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule
@@ -28,10 +28,22 @@ class HTCXPyramid(BaseModule):
     training, while their weights train.
     """
 
-    def __init__(self, in_channels: Sequence[int] = (384, 576, 1152), out_channels: int = 384, num_outs: int = 6, *,
-                 revfp: bool = True, shift: bool = True, sepc_depth: int = 4, extra_levels_first: bool = False,
-                 revfp_offset_groups: int = 2, offset_groups: int = 1, sepc_align_corners: bool = True,
-                 norm_eval: bool = False, init_cfg: dict | None = None) -> None:
+    def __init__(
+        self,
+        in_channels: Sequence[int] = (384, 576, 1152),
+        out_channels: int = 384,
+        num_outs: int = 6,
+        *,
+        revfp: bool = True,
+        shift: bool = True,
+        sepc_depth: int = 4,
+        extra_levels_first: bool = False,
+        revfp_offset_groups: int = 2,
+        offset_groups: int = 1,
+        sepc_align_corners: bool = True,
+        norm_eval: bool = False,
+        init_cfg: dict | None = None,
+    ) -> None:
         super().__init__(init_cfg)
         if num_outs < len(in_channels):
             raise ValueError(f"num_outs must be at least {len(in_channels)}, one for each input, got {num_outs}")
@@ -39,13 +51,15 @@ class HTCXPyramid(BaseModule):
         self.extra_levels_first = extra_levels_first
         self.laterals = nn.ModuleList(
             nn.Sequential(nn.Conv2d(width, out_channels, 1, bias=False), nn.BatchNorm2d(out_channels))
-            for width in in_channels)
+            for width in in_channels
+        )
         fused = num_outs if extra_levels_first else len(in_channels)
         self.revfp = RevFP(out_channels, fused, offset_groups=revfp_offset_groups) if revfp else None
         self.shift = CrossScaleShift(out_channels, fused, meeting_level=len(in_channels) // 2) if shift else None
         self.extra = nn.ModuleList(
             DeformableBlock(out_channels, stride=2, offset_groups=offset_groups, relu=i > 0)
-            for i in range(num_outs - len(in_channels)))
+            for i in range(num_outs - len(in_channels))
+        )
         self.sepc = SEPC(out_channels, sepc_depth, offset_groups=offset_groups, align_corners=sepc_align_corners)
 
     def init_weights(self) -> None:
@@ -83,7 +97,7 @@ class HTCXPyramid(BaseModule):
             maps.append(block(maps[-1]))
         return maps
 
-    def train(self, mode: bool = True) -> "HTCXPyramid":
+    def train(self, mode: bool = True) -> HTCXPyramid:
         super().train(mode)
         if mode and self.norm_eval:
             keep_statistics(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +60,11 @@ class RevFP(nn.Module):
         if levels < 2:
             raise ValueError(f"RevFP fuses 2 levels or more, got {levels}")
         self.with_coarser = nn.ModuleList(
-            Fusion(channels, guided=True, offset_groups=offset_groups) for _ in range(levels - 1))
+            Fusion(channels, guided=True, offset_groups=offset_groups) for _ in range(levels - 1)
+        )
         self.with_finer = nn.ModuleList(
-            Fusion(channels, guided=False, offset_groups=offset_groups) for _ in range(levels - 1))
+            Fusion(channels, guided=False, offset_groups=offset_groups) for _ in range(levels - 1)
+        )
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         outs: list[Tensor] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from mmdet.models.roi_heads import CascadeRoIHead
@@ -31,9 +32,17 @@ class HTCXRoIHead(CascadeRoIHead):
     mask_loss_weight: of the mask loss in the sum; the boxes' weights are those of their stages.
     """
 
-    def __init__(self, num_stages: int, stage_loss_weights: Sequence[float], bbox_head: Any, context_head: Any = None,
-                 context_level: int = 3, target_stds: Sequence[Sequence[float]] | None = None,
-                 mask_loss_weight: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        stage_loss_weights: Sequence[float],
+        bbox_head: Any,
+        context_head: Any = None,
+        context_level: int = 3,
+        target_stds: Sequence[Sequence[float]] | None = None,
+        mask_loss_weight: float = 1.0,
+        **options: Any,
+    ) -> None:
         if target_stds is not None:
             if isinstance(bbox_head, (list, tuple)) or len(target_stds) != num_stages:
                 raise ValueError("target_stds needs one bbox_head for all stages, and one entry for each of them")
@@ -56,7 +65,7 @@ class HTCXRoIHead(CascadeRoIHead):
         return maps, scores
 
     def _region_features(self, extractor: Any, x: Sequence[Tensor], rois: Tensor) -> Tensor:
-        features = extractor(x[:extractor.num_inputs], rois)
+        features = extractor(x[: extractor.num_inputs], rois)
         context = getattr(x, "context", None)
         # rois[:, 0] is the image; its vector is the same for all pixels of a region.
         return features if context is None else features + context[rois[:, 0].long()].to(features.dtype)
@@ -83,8 +92,9 @@ class HTCXRoIHead(CascadeRoIHead):
             # Without any region mmdet leaves the class loss out, and proposes nothing: every rank enters every head and
             # has every loss all the same, for ranks wait for each other.
             parts = {"loss_cls": boxes["cls_score"].sum() * 0, **boxes["loss_bbox"]}
-            losses.update({f"s{stage}.{name}": value * weight if "loss" in name else value
-                           for name, value in parts.items()})
+            losses.update(
+                {f"s{stage}.{name}": value * weight if "loss" in name else value for name, value in parts.items()}
+            )
             if stage + 1 < self.num_stages:
                 with torch.no_grad():
                     proposals = self.bbox_head[stage].refine_bboxes(sampled, boxes, metas)
@@ -92,8 +102,12 @@ class HTCXRoIHead(CascadeRoIHead):
                     proposals = [InstanceData(bboxes=s.priors[:0]) for s in sampled]
         if self.with_mask:
             results = self._mask_forward(x, bbox2roi([s.pos_priors for s in sampled]))
-            found = self.mask_head.loss_and_target(mask_preds=results["mask_preds"], sampling_results=sampled,
-                                                   batch_gt_instances=truth, rcnn_train_cfg=self.train_cfg[-1])
+            found = self.mask_head.loss_and_target(
+                mask_preds=results["mask_preds"],
+                sampling_results=sampled,
+                batch_gt_instances=truth,
+                rcnn_train_cfg=self.train_cfg[-1],
+            )
             losses["loss_mask"] = found["loss_mask"]["loss_mask"] * self.mask_loss_weight
         return losses
 
@@ -102,26 +116,41 @@ class HTCXRoIHead(CascadeRoIHead):
         assigned = self.bbox_assigner[stage].assign(proposals, truth, ignored)
         return self.bbox_sampler[stage].sample(assigned, proposals, truth)
 
-    def predict(self, x: Sequence[Tensor], rpn_results_list: list, batch_data_samples: list,
-                rescale: bool = False) -> list:
+    def predict(
+        self, x: Sequence[Tensor], rpn_results_list: list, batch_data_samples: list, rescale: bool = False
+    ) -> list:
         return super().predict(self._with_context(x)[0], rpn_results_list, batch_data_samples, rescale)
 
-    def predict_mask(self, x: Sequence[Tensor], batch_img_metas: list, results_list: list,
-                     rescale: bool = False) -> list:
+    def predict_mask(
+        self, x: Sequence[Tensor], batch_img_metas: list, results_list: list, rescale: bool = False
+    ) -> list:
         rois = bbox2roi([result.bboxes for result in results_list])
         if len(rois) == 0:
-            return empty_instances(batch_img_metas, rois.device, task_type="mask", instance_results=results_list,
-                                   mask_thr_binary=self.test_cfg.mask_thr_binary)
+            return empty_instances(
+                batch_img_metas,
+                rois.device,
+                task_type="mask",
+                instance_results=results_list,
+                mask_thr_binary=self.test_cfg.mask_thr_binary,
+            )
         masks = self._mask_forward(x, rois)["mask_preds"].split([len(result) for result in results_list])
-        return self.mask_head.predict_by_feat(mask_preds=masks, results_list=results_list,
-                                              batch_img_metas=batch_img_metas, rcnn_test_cfg=self.test_cfg,
-                                              rescale=rescale)
+        return self.mask_head.predict_by_feat(
+            mask_preds=masks,
+            results_list=results_list,
+            batch_img_metas=batch_img_metas,
+            rcnn_test_cfg=self.test_cfg,
+            rescale=rescale,
+        )
 
     def forward(self, x: Sequence[Tensor], rpn_results_list: list, batch_data_samples: list) -> tuple:
         """Raw outputs, as tools that count or trace want them: scores, box deltas and mask logits."""
         x = self._with_context(x)[0]
         counts = [len(result.bboxes) for result in rpn_results_list]
-        rois, scores, deltas = self._refine_roi(x, bbox2roi([result.bboxes for result in rpn_results_list]),
-                                                [sample.metainfo for sample in batch_data_samples], counts)
+        rois, scores, deltas = self._refine_roi(
+            x,
+            bbox2roi([result.bboxes for result in rpn_results_list]),
+            [sample.metainfo for sample in batch_data_samples],
+            counts,
+        )
         masks = (self._mask_forward(x, torch.cat(rois))["mask_preds"],) if self.with_mask else ()
         return scores, deltas, *masks

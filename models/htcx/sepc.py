@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,8 @@ class SEPC(nn.Module):
     def __init__(self, channels: int, depth: int = 4, *, offset_groups: int = 1, align_corners: bool = True) -> None:
         super().__init__()
         self.convs = nn.ModuleList(
-            PyramidConv(channels, offset_groups=offset_groups, align_corners=align_corners) for _ in range(depth))
+            PyramidConv(channels, offset_groups=offset_groups, align_corners=align_corners) for _ in range(depth)
+        )
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         maps = list(maps)

@@ -16,8 +16,9 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 _SUBJECTS = ("attention", "boxes", "carafe", "deform_conv", "focal_loss", "masked_conv", "roi", "sync_bn")
 _BUILD = (

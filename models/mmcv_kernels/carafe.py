@@ -10,7 +10,7 @@ One tap of the kernel at a time, so that the memory is that of the output and no
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -9,7 +9,7 @@ whose number of samples depends on their size.
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,13 @@ def is_faster(rois: Tensor, shape: torch.Size, size: tuple[int, int], sampling_r
     if rois.device.type != "cpu" or sampling_ratio <= 0:
         return False
     (bins_y, bins_x), (height, width) = size, shape[-2:]
-    additions = 4 * sampling_ratio ** 2 * bins_y * bins_x
+    additions = 4 * sampling_ratio**2 * bins_y * bins_x
     return bins_y * width * (bins_x + height) < _PRODUCTS_PER_ADDITION * additions
 
 
-def roi_align_gradient(grad: Tensor, rois: Tensor, shape: torch.Size, size: tuple[int, int], scale: float, ratio: int,
-                       aligned: bool) -> Tensor:
+def roi_align_gradient(
+    grad: Tensor, rois: Tensor, shape: torch.Size, size: tuple[int, int], scale: float, ratio: int, aligned: bool
+) -> Tensor:
     channels, height, width = shape[1:]
     total = grad.new_zeros(shape)
     for image, rows, along_y, along_x in _regions(rois, shape, size, scale, ratio, aligned):
@@ -41,16 +42,21 @@ def roi_align_gradient(grad: Tensor, rois: Tensor, shape: torch.Size, size: tupl
     return total
 
 
-def _regions(rois: Tensor, shape: torch.Size, size: tuple[int, int], scale: float, ratio: int,
-             aligned: bool) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+def _regions(
+    rois: Tensor, shape: torch.Size, size: tuple[int, int], scale: float, ratio: int, aligned: bool
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """Image by image, in chunks: the image, its rows of `rois`, and their matrices along y and x."""
     channels, height, width = shape[1:]
     images = rois[:, 0].long()
     x1, y1, x2, y2 = (rois[:, 1:] * scale - (0.5 if aligned else 0.0)).unbind(1)
     for image in images.unique().tolist():
         for rows in (images == image).nonzero()[:, 0].split(max(1, _CHUNK // (size[0] * channels * width))):
-            yield (image, rows, _tents(y1[rows], y2[rows], size[0], height, ratio, aligned),
-                   _tents(x1[rows], x2[rows], size[1], width, ratio, aligned))
+            yield (
+                image,
+                rows,
+                _tents(y1[rows], y2[rows], size[0], height, ratio, aligned),
+                _tents(x1[rows], x2[rows], size[1], width, ratio, aligned),
+            )
 
 
 def _tents(start: Tensor, stop: Tensor, bins: int, pixels: int, ratio: int, aligned: bool) -> Tensor:
@@ -58,8 +64,11 @@ def _tents(start: Tensor, stop: Tensor, bins: int, pixels: int, ratio: int, alig
     length = stop - start if aligned else (stop - start).clamp(min=1.0)
     bin_size = (length / bins)[:, None, None]
     # Added up in torchvision's order, so that a sample at the edge of a pixel falls on the same side.
-    position = start[:, None, None] + torch.arange(bins, dtype=start.dtype)[:, None] * bin_size \
+    position = (
+        start[:, None, None]
+        + torch.arange(bins, dtype=start.dtype)[:, None] * bin_size
         + (torch.arange(ratio, dtype=start.dtype) + 0.5) * bin_size / ratio
+    )
     outside = (position < -1.0) | (position > pixels)
     distance = (position.clamp(0, pixels - 1)[..., None] - torch.arange(pixels, dtype=start.dtype)).abs()
     return F.relu(1 - distance).masked_fill(outside[..., None], 0.0).mean(2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from mmdet.registry import MODELS
@@ -13,8 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.batch_norm import convert_batch_norm, keep_statistics
 from models.recompute import recomputed
-from models.uninet.blocks import (ConvBlock, LocalDownsample, LocalGlobalDownsample, TransformerBlock, fused_block,
-                                  last_norm)
+from models.uninet.blocks import (
+    ConvBlock,
+    LocalDownsample,
+    LocalGlobalDownsample,
+    TransformerBlock,
+    fused_block,
+    last_norm,
+)
 from models.uninet.variants import CONV_STAGES, STEM_CHANNELS, STRIDES, Variant, variant
 
 
@@ -39,10 +46,19 @@ class UniNet(BaseModule):
     with_cp: recompute each block in backward.
     """
 
-    def __init__(self, arch: str | Mapping[str, Any] = "b1", in_channels: int = 3,
-                 out_indices: Sequence[int] = (2, 4, 5), drop_path_rate: float = 0.0, layer_scale: float = 1e-6,
-                 frozen_stages: int = -1, norm_cfg: Mapping[str, Any] | None = None, norm_eval: bool = False,
-                 with_cp: bool = False, init_cfg: Any = None) -> None:
+    def __init__(
+        self,
+        arch: str | Mapping[str, Any] = "b1",
+        in_channels: int = 3,
+        out_indices: Sequence[int] = (2, 4, 5),
+        drop_path_rate: float = 0.0,
+        layer_scale: float = 1e-6,
+        frozen_stages: int = -1,
+        norm_cfg: Mapping[str, Any] | None = None,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        init_cfg: Any = None,
+    ) -> None:
         super().__init__(init_cfg=init_cfg)
         self.variant = variant(arch)
         self.out_indices = tuple(out_indices)
@@ -54,8 +70,11 @@ class UniNet(BaseModule):
         self.layer_scale = layer_scale
         self.channels = [self.variant.channels[i] for i in self.out_indices]
         self.strides = [STRIDES[i] for i in self.out_indices]
-        self.stem = nn.Sequential(nn.Conv2d(in_channels, STEM_CHANNELS, 3, stride=2, padding=1, bias=False),
-                                  nn.BatchNorm2d(STEM_CHANNELS), nn.GELU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, STEM_CHANNELS, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(STEM_CHANNELS),
+            nn.GELU(),
+        )
         self.stages = nn.ModuleList(self._stages(self.variant, drop_path_rate))
         norm_cfg = {"type": "BN", "requires_grad": True, **(norm_cfg or {})}
         if norm_cfg["type"] not in ("BN", "SyncBN"):
@@ -84,9 +103,14 @@ class UniNet(BaseModule):
                     make = fused_block if v.fused else ConvBlock
                     blocks.append(make(in_channels, channels, expansion, rate))
                 else:
-                    window = v.windows[i - CONV_STAGES] if v.attention[attending % len(v.attention)] == "window" else None
-                    blocks.append(TransformerBlock(channels, expansion, window=window, drop_path=rate,
-                                                   layer_scale=self.layer_scale))
+                    window = (
+                        v.windows[i - CONV_STAGES] if v.attention[attending % len(v.attention)] == "window" else None
+                    )
+                    blocks.append(
+                        TransformerBlock(
+                            channels, expansion, window=window, drop_path=rate, layer_scale=self.layer_scale
+                        )
+                    )
                     attending += 1
                 in_channels = channels
             stages.append(Stage(downsample, blocks))
@@ -95,7 +119,7 @@ class UniNet(BaseModule):
     def init_weights(self) -> None:
         """Every weight anew, so that a model built partitioned (zero.Init) starts as a plain one does."""
         self.reset_parameters()
-        super().init_weights()                           # an init_cfg of the user's comes last
+        super().init_weights()  # an init_cfg of the user's comes last
 
     def reset_parameters(self) -> None:
         for module in self.modules():
@@ -121,7 +145,7 @@ class UniNet(BaseModule):
         maps = []
         # Channels-last: faster convolutions, and tokens are a view.
         x = self.stem(x.contiguous(memory_format=torch.channels_last))
-        for stage in self.stages[:last + 1]:
+        for stage in self.stages[: last + 1]:
             x = stage.downsample(x)
             for block in stage.blocks:
                 x = recomputed(block, x) if self.with_cp and self.training else block(x)
@@ -133,9 +157,9 @@ class UniNet(BaseModule):
         return tuple(maps[i] for i in self.out_indices)
 
     def _frozen(self) -> list[nn.Module]:
-        return [] if self.frozen_stages < 0 else [self.stem, *self.stages[:self.frozen_stages]]
+        return [] if self.frozen_stages < 0 else [self.stem, *self.stages[: self.frozen_stages]]
 
-    def train(self, mode: bool = True) -> "UniNet":
+    def train(self, mode: bool = True) -> UniNet:
         super().train(mode)
         for module in self._frozen():
             module.eval()

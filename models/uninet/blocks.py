@@ -64,8 +64,9 @@ class TransformerBlock(nn.Module):
     without padding, so a window that covers the map is global attention.
     """
 
-    def __init__(self, channels: int, expansion: int, *, window: int | None, drop_path: float = 0.0,
-                 layer_scale: float = 1e-6) -> None:
+    def __init__(
+        self, channels: int, expansion: int, *, window: int | None, drop_path: float = 0.0, layer_scale: float = 1e-6
+    ) -> None:
         super().__init__()
         self.window = window
         self.position = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
@@ -92,7 +93,7 @@ class TransformerBlock(nn.Module):
         rows, columns = -(-height // side[0]), -(-width // side[1])
         x = pad(x, (0, 0, 0, columns * side[1] - width, 0, rows * side[0] - height))
         x = x.unflatten(2, (columns, side[1])).unflatten(1, (rows, side[0])).transpose(2, 3)
-        x = self.attention(x.flatten(3, 4).flatten(0, 2)).view(x.shape)             # N, rows, columns, side, side, C
+        x = self.attention(x.flatten(3, 4).flatten(0, 2)).view(x.shape)  # N, rows, columns, side, side, C
         return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :height, :width]
 
 

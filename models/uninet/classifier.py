@@ -18,8 +18,9 @@ HEAD_WIDTH = 1280
 class UniNetClassifier(UniNet):
     """The six stages, a 1x1 convolution to 1280 channels, pooling and a linear layer."""
 
-    def __init__(self, arch: Any = "b1", num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.0,
-                 **options: Any) -> None:
+    def __init__(
+        self, arch: Any = "b1", num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.0, **options: Any
+    ) -> None:
         super().__init__(arch, in_chans, out_indices=(len(STRIDES) - 1,), **options)
         self.num_classes, self.num_features, self.head_hidden_size = num_classes, self.channels[-1], HEAD_WIDTH
         self.grad_checkpointing = self.with_cp
@@ -55,9 +56,18 @@ class UniNetClassifier(UniNet):
 
 def _config(shape: Variant) -> dict[str, Any]:
     """How timm's data pipeline prepares images for it."""
-    return dict(url="", num_classes=1000, input_size=(3, shape.image_size, shape.image_size), pool_size=None,
-                crop_pct=0.95, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
-                first_conv="stem.0", classifier="head")
+    return dict(
+        url="",
+        num_classes=1000,
+        input_size=(3, shape.image_size, shape.image_size),
+        pool_size=None,
+        crop_pct=0.95,
+        interpolation="bicubic",
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        first_conv="stem.0",
+        classifier="head",
+    )
 
 
 default_cfgs = generate_default_cfgs({f"uninet_{arch}": _config(shape) for arch, shape in VARIANTS.items()})

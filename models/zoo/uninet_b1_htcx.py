@@ -11,4 +11,6 @@ model = dict(
         bbox_head=dict(in_channels=96),
         context_head=dict(in_channels=96, conv_out_channels=96),
         mask_roi_extractor=dict(out_channels=96),
-        mask_head=dict(in_channels=96, conv_out_channels=96)))
+        mask_head=dict(in_channels=96, conv_out_channels=96),
+    ),
+)

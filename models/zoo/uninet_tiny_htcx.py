@@ -19,13 +19,28 @@ model = dict(
         bbox_head=dict(in_channels=64, cls_depth=2, reg_depth=2, num_heads=4, pooling="flatten"),
         context_head=dict(in_channels=64, conv_out_channels=64, num_convs=2, loss_weight=0.3),
         mask_roi_extractor=dict(roi_layer=dict(sampling_ratio=2), out_channels=64, finest_scale=40),
-        mask_head=dict(in_channels=64, conv_out_channels=64, num_convs=2)),
+        mask_head=dict(in_channels=64, conv_out_channels=64, num_convs=2),
+    ),
     train_cfg=dict(
         rpn=dict(sampler=dict(num=128)),
         rpn_proposal=dict(nms_pre=500, max_per_img=200),
-        rcnn=[dict(
-            assigner=dict(type="MaxIoUAssigner", pos_iou_thr=iou, neg_iou_thr=iou, min_pos_iou=iou,
-                          match_low_quality=False, ignore_iof_thr=-1),
-            sampler=dict(type="RandomSampler", num=32, pos_fraction=0.5, neg_pos_ub=-1, add_gt_as_proposals=True),
-            mask_size=28, pos_weight=-1, debug=False) for iou in (0.6, 0.7, 0.8)]),
-    test_cfg=dict(rpn=dict(nms_pre=200, max_per_img=100), rcnn=dict(max_per_img=50)))
+        rcnn=[
+            dict(
+                assigner=dict(
+                    type="MaxIoUAssigner",
+                    pos_iou_thr=iou,
+                    neg_iou_thr=iou,
+                    min_pos_iou=iou,
+                    match_low_quality=False,
+                    ignore_iof_thr=-1,
+                ),
+                sampler=dict(type="RandomSampler", num=32, pos_fraction=0.5, neg_pos_ub=-1, add_gt_as_proposals=True),
+                mask_size=28,
+                pos_weight=-1,
+                debug=False,
+            )
+            for iou in (0.6, 0.7, 0.8)
+        ],
+    ),
+    test_cfg=dict(rpn=dict(nms_pre=200, max_per_img=100), rcnn=dict(max_per_img=50)),
+)

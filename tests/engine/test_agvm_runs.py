@@ -8,8 +8,13 @@ from tiny_run import distance, train_tiny
 from engine.monitoring.variance import read_variances
 from engine.monitoring.variance_picture import draw_variance
 
-AGVM = {"optimizer": {"type": "AGVMSGD", "params": {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "tau": 2, "alpha": 0.5}},
-        "schedule": {"steps": 6, "warmup_steps": 2, "decay": "constant"}}
+AGVM = {
+    "optimizer": {
+        "type": "AGVMSGD",
+        "params": {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "tau": 2, "alpha": 0.5},
+    },
+    "schedule": {"steps": 6, "warmup_steps": 2, "decay": "constant"},
+}
 
 
 def run(changes):
@@ -24,8 +29,10 @@ def single(ranks):
 def test_windows_begin_after_the_warm_up_and_are_recorded(single):
     measured = {record["step"]: record["phi"] for record in single["records"] if "phi" in record}
     assert list(measured) == [4, 6]  # steps above the two of warm-up that tau divides
-    assert all(set(phi) == {"backbone", "neck", "bbox_head"} and all(0 <= v <= 2 for v in phi.values())
-               for phi in measured.values())
+    assert all(
+        set(phi) == {"backbone", "neck", "bbox_head"} and all(0 <= v <= 2 for v in phi.values())
+        for phi in measured.values()
+    )
     first = single["records"][3]
     expected = 0.5 + 0.5 * min(10, max(0.1, (first["phi"]["backbone"] / first["phi"]["neck"]) ** 0.5))
     assert first["mu"]["neck"] == pytest.approx(expected, rel=1e-9)

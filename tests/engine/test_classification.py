@@ -17,10 +17,16 @@ from engine.weights import WeightsError, load_weights
 CLASSES = Classes(tuple("abcdefgh"), (), tuple(range(1, 9)))
 # ConvNeXt has layer norms, so that a sample does not depend on its micro-batch; three images cannot be mixed in pairs.
 SMALL = {
-    "train_batch_size": 6, "train_micro_batch_size_per_gpu": 3,
+    "train_batch_size": 6,
+    "train_micro_batch_size_per_gpu": 3,
     "detector": {"config": "timm::convnext_atto", "options": {"depths": [1, 1, 1, 1], "dims": [8, 16, 24, 32]}},
-    "data": {"task": "classification", "dataset": "shapes", "scale": [1333, 800], "train_scales": None,
-             "classification": {"image_size": 32, "auto_augment": "rand-m5-mstd0.5"}},
+    "data": {
+        "task": "classification",
+        "dataset": "shapes",
+        "scale": [1333, 800],
+        "train_scales": None,
+        "classification": {"image_size": 32, "auto_augment": "rand-m5-mstd0.5"},
+    },
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
 }
 
@@ -55,9 +61,16 @@ def test_stages_and_world_sizes_reach_the_same_weights(ranks, reference):
 
 
 def test_a_run_learns_and_its_seed_decides_it(ranks, reference):
-    again, other, unmixed, start = ranks.run(runs, 1, [
-        SMALL, small(run={"seed": 4}), small(data={"classification": {"mixup": 0, "cutmix": 0}}),
-        small(optimizer={"params": {"lr": 0.0}})])[0]
+    again, other, unmixed, start = ranks.run(
+        runs,
+        1,
+        [
+            SMALL,
+            small(run={"seed": 4}),
+            small(data={"classification": {"mixup": 0, "cutmix": 0}}),
+            small(optimizer={"params": {"lr": 0.0}}),
+        ],
+    )[0]
     assert difference(reference["weights"], again["weights"]) == 0
     assert difference(reference["weights"], other["weights"]) > 1e-2
     assert difference(reference["weights"], start["weights"]) > 1e-3
@@ -75,8 +88,11 @@ def test_bf16_follows_fp32_loosely(ranks, reference):
 def classifier(name="convnext_atto", options=SMALL["detector"]["options"], **settings):
     from engine.classifier import build_classifier
 
-    return build_classifier(DetectorConfig(config=f"timm::{name}", options=options), CLASSES,
-                            ClassificationConfig(image_size=32, **settings))
+    return build_classifier(
+        DetectorConfig(config=f"timm::{name}", options=options),
+        CLASSES,
+        ClassificationConfig(image_size=32, **settings),
+    )
 
 
 def mixed(model, count, seed):
@@ -86,8 +102,11 @@ def mixed(model, count, seed):
     return model.mixed(images, torch.arange(count))
 
 
-@pytest.mark.parametrize("settings", [{"mixup": 0.8, "cutmix": 0.0}, {"mixup": 0.0, "cutmix": 1.0},
-                                      {"mixup": 0.8, "cutmix": 1.0}], ids=["mixup", "cutmix", "both"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mixup": 0.8, "cutmix": 0.0}, {"mixup": 0.0, "cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}],
+    ids=["mixup", "cutmix", "both"],
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_every_image_of_a_micro_batch_is_mixed_with_another_and_its_target_alike(count, settings):
     model = classifier(**settings, label_smoothing=0.0)
@@ -95,8 +114,9 @@ def test_every_image_of_a_micro_batch_is_mixed_with_another_and_its_target_alike
     for seed in range(8):
         images, targets = mixed(model, count, seed)
         assert len(images) == len(targets) == count
-        torch.testing.assert_close(images.mean((1, 2, 3)), targets[:, :count] @ (10.0 * torch.arange(count)),
-                                   rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            images.mean((1, 2, 3)), targets[:, :count] @ (10.0 * torch.arange(count)), rtol=1e-4, atol=1e-4
+        )
         torch.testing.assert_close(targets.sum(1), torch.ones(count))
         own = targets.diagonal()
         assert (own == 1).all() if count == 1 else torch.allclose(own, own[:1].expand(count))
@@ -136,8 +156,11 @@ def test_the_loss_is_cross_entropy_with_smoothed_targets():
     torch.testing.assert_close(mixing.loss(images.clone(), samples)["loss"], expected)
 
 
-SCORED = small(zero_optimization={"stage": 3}, data={"shapes": {"val_images": 12}}, run={
-    "eval_interval": None, "eval_batch_size": 4, "checkpoint_interval": None, "draw": 3})
+SCORED = small(
+    zero_optimization={"stage": 3},
+    data={"shapes": {"val_images": 12}},
+    run={"eval_interval": None, "eval_batch_size": 4, "checkpoint_interval": None, "draw": 3},
+)
 
 
 def scored_run():
@@ -174,9 +197,14 @@ def own_transform(picture):
     from torchvision import transforms
     from torchvision.transforms import InterpolationMode
 
-    return transforms.Compose([
-        transforms.Resize(36, InterpolationMode.BICUBIC), transforms.CenterCrop(32), transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])(picture)
+    return transforms.Compose(
+        [
+            transforms.Resize(36, InterpolationMode.BICUBIC),
+            transforms.CenterCrop(32),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )(picture)
 
 
 @torch.no_grad()
@@ -199,8 +227,9 @@ def test_accuracy_is_that_of_an_independent_computation(scored):
     for annotation in (a for a in content["annotations"] if not a["iscrowd"]):
         x, y, w, h = annotation["bbox"]
         picture, side = Image.open(Path(images) / files[annotation["image_id"]]), 1.25 * max(w, h)
-        left, top, right, bottom = (round(v) for v in (x + w / 2 - side / 2, y + h / 2 - side / 2, x + w / 2 + side / 2,
-                                                       y + h / 2 + side / 2))
+        left, top, right, bottom = (
+            round(v) for v in (x + w / 2 - side / 2, y + h / 2 - side / 2, x + w / 2 + side / 2, y + h / 2 + side / 2)
+        )
         inside = (max(left, 0), max(top, 0), min(right, picture.width), min(bottom, picture.height))
         pictures.append(picture.crop(inside))
         truths.append(names[annotation["category_id"]])
@@ -289,8 +318,9 @@ def test_class_folders_are_read_in_the_order_of_names(folders):
     train, val, classes = task.build_data()
     assert classes == Classes(("n01", "n02"), (), (1, 2))
     listing = train.dataset.listing
-    assert [listing.path(k) for k in range(3)] == [str(folders / "train" / name) for name in ("n01/c.jpg", "n02/a.png",
-                                                                                              "n02/b.JPEG")]
+    assert [listing.path(k) for k in range(3)] == [
+        str(folders / "train" / name) for name in ("n01/c.jpg", "n02/a.png", "n02/b.JPEG")
+    ]
     samples = [train.dataset[k] for k in range(3)]
     assert [sample["data_samples"].label for sample in samples] == [0, 1, 1]
     assert all(sample["inputs"].shape == (3, 32, 32) and sample["inputs"].dtype == torch.float32 for sample in samples)
@@ -315,13 +345,21 @@ def test_a_training_image_is_augmented_by_its_key_alone(folders):
 
 
 FAULTS = {
-    "no class folders": (lambda root: [p.unlink() for p in (root / "val").rglob("*.JPEG")] + [
-        p.rmdir() for p in (root / "val").iterdir()], "val holds no class folders: the images of each class"),
+    "no class folders": (
+        lambda root: (
+            [p.unlink() for p in (root / "val").rglob("*.JPEG")] + [p.rmdir() for p in (root / "val").iterdir()]
+        ),
+        "val holds no class folders: the images of each class",
+    ),
     "an empty class": (lambda root: (root / "train" / "n03").mkdir(), "class folder .*train/n03 holds no image"),
-    "a class in training only": (lambda root: paint(root / "train" / "n03" / "x.jpg"),
-                                 r'class "n03" is in the training folders but not in the validation ones \(.*val\)'),
-    "a class in validation only": (lambda root: paint(root / "val" / "n03" / "x.jpg"),
-                                   'class "n03" is in the validation folders but not in the training ones'),
+    "a class in training only": (
+        lambda root: paint(root / "train" / "n03" / "x.jpg"),
+        r'class "n03" is in the training folders but not in the validation ones \(.*val\)',
+    ),
+    "a class in validation only": (
+        lambda root: paint(root / "val" / "n03" / "x.jpg"),
+        'class "n03" is in the validation folders but not in the training ones',
+    ),
 }
 
 
@@ -339,23 +377,37 @@ def test_a_fault_of_the_folders_is_told_in_one_sentence(folders, fault):
 
 
 CONFIG_FAULTS = {
-    "a detector for classes": ({"detector": {"config": "tiny_retinanet", "options": {}}},
-                               'data.task is "classification" but detector.config "tiny_retinanet" is no classifier'),
-    "a classifier for boxes": ({"data": {"task": "detection"}},
-                               'is a classifier but data.task is "detection": set data.task'),
-    "folders for boxes": ({"data": {"task": "detection", "dataset": "folders"}},
-                          'data.dataset "folders" has classes and no objects'),
+    "a detector for classes": (
+        {"detector": {"config": "tiny_retinanet", "options": {}}},
+        'data.task is "classification" but detector.config "tiny_retinanet" is no classifier',
+    ),
+    "a classifier for boxes": (
+        {"data": {"task": "detection"}},
+        'is a classifier but data.task is "detection": set data.task',
+    ),
+    "folders for boxes": (
+        {"data": {"task": "detection", "dataset": "folders"}},
+        'data.dataset "folders" has classes and no objects',
+    ),
     "a split missing": ({"data": {"dataset": "folders"}}, r'data.train is missing: give \{"images": FOLDER\}, or'),
-    "no annotations": ({"data": {"dataset": "coco", "train": {"images": "i"}, "val": {"images": "i"}}},
-                       'the key "data.train.annotations" is missing'),
-    "annotations beside folders": ({"data": {"dataset": "folders", "train": {"images": "i", "annotations": "a.json"}}},
-                                   'data.train.annotations is not read where data.dataset is "folders": remove it'),
+    "no annotations": (
+        {"data": {"dataset": "coco", "train": {"images": "i"}, "val": {"images": "i"}}},
+        'the key "data.train.annotations" is missing',
+    ),
+    "annotations beside folders": (
+        {"data": {"dataset": "folders", "train": {"images": "i", "annotations": "a.json"}}},
+        'data.train.annotations is not read where data.dataset is "folders": remove it',
+    ),
     "mmdet's scale": ({"data": {"scale": [640, 480]}}, "data.scale is for detectors: data.classification says"),
     "crops upside down": ({"data": {"classification": {"crop_scale": [1.0, 0.5]}}}, "the smaller first, got"),
-    "whole smoothing": ({"data": {"classification": {"label_smoothing": 1.0}}},
-                        "data.classification.label_smoothing must be below 1.0, got 1.0"),
-    "unknown setting": ({"data": {"classification": {"mixupp": 1.0}}},
-                        r'"data.classification.mixupp" \(did you mean "mixup"\?\)'),
+    "whole smoothing": (
+        {"data": {"classification": {"label_smoothing": 1.0}}},
+        "data.classification.label_smoothing must be below 1.0, got 1.0",
+    ),
+    "unknown setting": (
+        {"data": {"classification": {"mixupp": 1.0}}},
+        r'"data.classification.mixupp" \(did you mean "mixup"\?\)',
+    ),
 }
 
 
@@ -373,12 +425,18 @@ MODEL_FAULTS = {
     "an unknown option": ({"options": {"depht": 3}}, r"cannot be built with these options \(.*depht"),
     "a class count": ({"options": {"num_classes": 10}}, "num_classes is settled by the data: remove it"),
     "a download": ({"options": {"pretrained": True}}, "pretrained is settled by detector.load_from: remove it"),
-    "zero_init": ({"zero_init": True},
-                  'detector.zero_init: timm\'s "convnext_atto" can be initialised in one piece only'),
-    "a frozen slip": ({"frozen": ["backbone.stm"]},
-                      r'no parameter begins with "backbone.stm" \(did you mean "backbone.stem"\?\)'),
-    "a fixed size": ({"config": "timm::vit_tiny_patch16_224", "options": {}},
-                     r'built for images of 224x224 pixels but .* is 32: set detector.options \{"img_size": 32\}'),
+    "zero_init": (
+        {"zero_init": True},
+        'detector.zero_init: timm\'s "convnext_atto" can be initialised in one piece only',
+    ),
+    "a frozen slip": (
+        {"frozen": ["backbone.stm"]},
+        r'no parameter begins with "backbone.stm" \(did you mean "backbone.stem"\?\)',
+    ),
+    "a fixed size": (
+        {"config": "timm::vit_tiny_patch16_224", "options": {}},
+        r'built for images of 224x224 pixels but .* is 32: set detector.options \{"img_size": 32\}',
+    ),
 }
 
 
@@ -424,8 +482,12 @@ def test_a_broken_image_or_folder_is_named_on_every_rank(ranks, folders):
 
 def test_a_model_built_partitioned_is_initialised(ranks):
     """timm's constructor writes into parameters that zero.Init has cut up: what it wrote must be there all the same."""
-    still = {"optimizer": {"params": {"lr": 0.0}}, "schedule": {"steps": 1}, "zero_optimization": {"stage": 3},
-             "detector": {"config": "timm::resnet10t", "options": {}, "zero_init": True}}
+    still = {
+        "optimizer": {"params": {"lr": 0.0}},
+        "schedule": {"steps": 1},
+        "zero_optimization": {"stage": 3},
+        "detector": {"config": "timm::resnet10t", "options": {}, "zero_init": True},
+    }
     weights = ranks.run(runs, 2, [merged(still, SMALL)])[0][0]["weights"]
     assert (weights["backbone.layer3.0.bn2.weight"] == 0).all()  # the last norm of a block starts at zero
     conv = weights["backbone.layer3.0.conv2.weight"]  # torch's own start has half of this deviation
@@ -441,11 +503,20 @@ def detector(options):
     return build_detector(DetectorConfig(config="tiny_retinanet", options=options), CLASSES, "detection")
 
 
-@pytest.mark.parametrize("name,options,moved", [
-    ("resnet10t", {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "resnet10t"},
-                   "neck.in_channels": [64, 128, 256, 512]}, "backbone.body."),
-    ("resnet18", {"backbone.base_channels": 64, "neck.in_channels": [64, 128, 256, 512]}, "backbone."),
-])
+@pytest.mark.parametrize(
+    "name,options,moved",
+    [
+        (
+            "resnet10t",
+            {
+                "backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "resnet10t"},
+                "neck.in_channels": [64, 128, 256, 512],
+            },
+            "backbone.body.",
+        ),
+        ("resnet18", {"backbone.base_channels": 64, "neck.in_channels": [64, 128, 256, 512]}, "backbone."),
+    ],
+)
 def test_a_classifier_loads_into_a_detector_of_its_backbone(tmp_path, name, options, moved):
     source = classifier(name, {}).state_dict()
     torch.save({"state_dict": source}, tmp_path / "classifier.pth")

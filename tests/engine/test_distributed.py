@@ -36,8 +36,13 @@ def test_a_failing_rank_is_reported_and_the_pool_recovers(ranks):
     assert ranks.run(agree, 2)[0][0] == 3
 
 
-SLURM = {"SLURM_NTASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "4242",
-         "SLURM_NODELIST": "gpu[003-010,015]"}
+SLURM = {
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "4242",
+    "SLURM_NODELIST": "gpu[003-010,015]",
+}
 
 
 def test_slurm_variables_become_a_rendezvous(monkeypatch):

@@ -32,7 +32,9 @@ def shapes():
         category["id"] = renumber[category["id"]]
     for annotation in content["annotations"]:
         annotation["category_id"] = renumber[annotation["category_id"]]
-    classes = Classes(tuple(c["name"] for c in content["categories"]), (), tuple(c["id"] for c in content["categories"]))
+    classes = Classes(
+        tuple(c["name"] for c in content["categories"]), (), tuple(c["id"] for c in content["categories"])
+    )
     assert any(a["iscrowd"] for a in content["annotations"])
     return root / "train2017", content, classes
 
@@ -51,10 +53,15 @@ def perfect(content, classes):
         found = [a for a in content["annotations"] if a["image_id"] == image["id"] and not a["iscrowd"]]
         boxes = np.array([a["bbox"] for a in found], dtype=np.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
-        predictions.append(dict(
-            image_id=image["id"], boxes=boxes, scores=np.full(len(found), 0.9, dtype=np.float32),
-            labels=np.array([classes.category_ids.index(a["category_id"]) for a in found], dtype=np.int64),
-            masks=[rle_of(a, image) for a in found]))
+        predictions.append(
+            dict(
+                image_id=image["id"],
+                boxes=boxes,
+                scores=np.full(len(found), 0.9, dtype=np.float32),
+                labels=np.array([classes.category_ids.index(a["category_id"]) for a in found], dtype=np.int64),
+                masks=[rle_of(a, image) for a in found],
+            )
+        )
     return predictions
 
 
@@ -72,8 +79,12 @@ def noisy(content, classes):
         for k in keep:
             shifted = np.roll(coco_mask.decode(prediction["masks"][k]), noise.integers(-4, 5, 2), (0, 1))
             masks.append(coco_mask.encode(np.asfortranarray(shifted)))
-        prediction.update(boxes=boxes, labels=np.where(wrong, (labels + 1) % len(classes.things), labels), masks=masks,
-                          scores=noise.random(len(keep)).astype(np.float32))
+        prediction.update(
+            boxes=boxes,
+            labels=np.where(wrong, (labels + 1) % len(classes.things), labels),
+            masks=masks,
+            scores=noise.random(len(keep)).astype(np.float32),
+        )
     return predictions
 
 
@@ -85,11 +96,13 @@ def results_of(predictions, ids):
 def test_the_ground_truth_itself_scores_one(shapes, backend):
     _, content, classes = shapes
     before = copy.deepcopy(content)
-    metrics, per_class = score(content, results_of(perfect(content, classes), classes.category_ids), classes,
-                               classes.category_ids, backend)
+    metrics, per_class = score(
+        content, results_of(perfect(content, classes), classes.category_ids), classes, classes.category_ids, backend
+    )
     assert list(metrics) == [f"{kind}_{name}" for kind in ("bbox", "segm") for name in METRICS]
     assert {name: value for name, value in metrics.items() if value != -1} == pytest.approx(
-        {name: 1.0 for name, value in metrics.items() if value != -1})
+        {name: 1.0 for name, value in metrics.items() if value != -1}
+    )
     assert metrics["bbox_mAP"] == metrics["segm_mAP"] == pytest.approx(1)
     assert all(list(per_class[kind]) == list(classes.things) for kind in per_class)
     assert all(value == pytest.approx(1) for kind in per_class for value in per_class[kind].values())
@@ -98,8 +111,12 @@ def test_the_ground_truth_itself_scores_one(shapes, backend):
 
 def test_both_backends_give_equal_figures_on_imperfect_predictions(shapes):
     _, content, classes = shapes
-    answers = [score(content, results_of(noisy(content, classes), classes.category_ids), classes, classes.category_ids,
-                     backend) for backend in ("pycocotools", "faster-coco-eval")]
+    answers = [
+        score(
+            content, results_of(noisy(content, classes), classes.category_ids), classes, classes.category_ids, backend
+        )
+        for backend in ("pycocotools", "faster-coco-eval")
+    ]
     (metrics, per_class), (fast_metrics, fast_per_class) = answers
     assert 0.05 < metrics["bbox_mAP"] < 0.95 and 0.05 < metrics["segm_mAP"] < 0.95
     assert metrics["bbox_mAP"] != metrics["segm_mAP"]
@@ -156,7 +173,8 @@ def test_the_results_file_is_in_coco_form(shapes, tmp_path):
         plain = [a for a in content["annotations"] if not a["iscrowd"]]
         assert sorted((a["image_id"], a["category_id"], round(a["area"])) for a in loaded.anns.values()) == sorted(
             (a["image_id"], a["category_id"], round(a["area"] if kind == "segm" else a["bbox"][2] * a["bbox"][3]))
-            for a in plain)
+            for a in plain
+        )
 
 
 def test_annotations_without_area_id_or_crowd_flag_are_scored(shapes):
@@ -172,18 +190,31 @@ def test_annotations_without_area_id_or_crowd_flag_are_scored(shapes):
     assert score(bare, results, classes, classes.category_ids, "pycocotools")[0] == expected
     for annotation in bare["annotations"]:
         del annotation["area"]
-    got, _ = score(bare, {"bbox": coco_results(predictions, classes.category_ids, masks=False)}, classes,
-                   classes.category_ids, "pycocotools")
+    got, _ = score(
+        bare,
+        {"bbox": coco_results(predictions, classes.category_ids, masks=False)},
+        classes,
+        classes.category_ids,
+        "pycocotools",
+    )
     assert got["bbox_mAP"] == pytest.approx(expected["bbox_mAP"], abs=0.02)  # crowds aside, area decides sizes only
 
 
 def test_predictions_are_drawn_where_annotations_are_odd(shapes, tmp_path):
     folder, content, classes = shapes
     content = copy.deepcopy(content)
-    content["annotations"] += [{"image_id": 10**9, "category_id": classes.category_ids[0], "bbox": [1, 1, 5, 5]},
-                               {"image_id": content["images"][0]["id"], "category_id": 999, "bbox": [1, 1, 5, 5]}]
-    draw_predictions(tmp_path / "p.png", perfect(content | {"annotations": content["annotations"][:-2]}, classes), content,
-                     folder, classes, count=2)
+    content["annotations"] += [
+        {"image_id": 10**9, "category_id": classes.category_ids[0], "bbox": [1, 1, 5, 5]},
+        {"image_id": content["images"][0]["id"], "category_id": 999, "bbox": [1, 1, 5, 5]},
+    ]
+    draw_predictions(
+        tmp_path / "p.png",
+        perfect(content | {"annotations": content["annotations"][:-2]}, classes),
+        content,
+        folder,
+        classes,
+        count=2,
+    )
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
@@ -218,8 +249,14 @@ class Numbers:
 @settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
 def test_every_image_is_loaded_by_exactly_one_rank(size, world, batch):
-    shares = [[index for data in evaluation_loader(Numbers(size), rank=rank, world=world, batch=batch, workers=0)
-               for index in data["inputs"]] for rank in range(world)]
+    shares = [
+        [
+            index
+            for data in evaluation_loader(Numbers(size), rank=rank, world=world, batch=batch, workers=0)
+            for index in data["inputs"]
+        ]
+        for rank in range(world)
+    ]
     assert sorted(index for share in shares for index in share) == list(range(size))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -232,8 +269,9 @@ def gather_shares():
 
     answers = []
     for size in SIZES:
-        loader = evaluation_loader(Numbers(size), rank=distributed.rank(), world=distributed.world_size(), batch=2,
-                                   workers=0)
+        loader = evaluation_loader(
+            Numbers(size), rank=distributed.rank(), world=distributed.world_size(), batch=2, workers=0
+        )
         mine = [{"image_id": index} for data in readable(loader) for index in data["inputs"]]
         answers.append(gather_predictions(mine, size))
     return answers

@@ -25,8 +25,10 @@ def plain(ranks):
 
 def test_bf16_and_fp16_follow_fp32_loosely(ranks, plain):
     cases = [{"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)]
-    cases += [{"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": stage}}
-              for stage in (1, 2, 3)]
+    cases += [
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": stage}}
+        for stage in (1, 2, 3)
+    ]
     for case, result in zip(cases, ranks.run(runs, 2, cases)[0]):
         for mine, exact in zip(result["records"], plain["records"]):
             assert mine["loss"] == pytest.approx(exact["loss"], rel=0.03), case
@@ -35,8 +37,12 @@ def test_bf16_and_fp16_follow_fp32_loosely(ranks, plain):
 
 def test_recomputed_blocks_give_the_same_weights_and_statistics(ranks):
     recompute = {"detector": {**BATCH_NORM["detector"], "checkpoint_activations": ["backbone", "neck"]}}
-    cases = [BATCH_NORM, recompute, merged({"zero_optimization": {"stage": 2}}, recompute),
-             merged({"zero_optimization": {"stage": 3}}, recompute)]
+    cases = [
+        BATCH_NORM,
+        recompute,
+        merged({"zero_optimization": {"stage": 2}}, recompute),
+        merged({"zero_optimization": {"stage": 3}}, recompute),
+    ]
     expected, *others = ranks.run(runs, 2, cases)[0]
     for result in others:
         assert difference(expected["weights"], result["weights"]) < 1e-5
@@ -46,8 +52,12 @@ def test_synchronised_batch_norm_makes_two_ranks_one(ranks):
     """Four images as one micro-batch on one rank, or as two on each of two ranks: the same statistics."""
     # All images padded to one size, for padding counts in the statistics.
     same_size = {"options": {**BATCH_NORM["detector"]["options"], "data_preprocessor.pad_size_divisor": 96}}
-    whole = {"train_micro_batch_size_per_gpu": 4, "data": {"train_scales": None}, "detector": same_size,
-             "schedule": {"steps": 1}}  # one step: the loss itself is normalised by the objects of a micro-batch
+    whole = {
+        "train_micro_batch_size_per_gpu": 4,
+        "data": {"train_scales": None},
+        "detector": same_size,
+        "schedule": {"steps": 1},
+    }  # one step: the loss itself is normalised by the objects of a micro-batch
     halves = merged({"train_micro_batch_size_per_gpu": 2, "detector": {"sync_bn": True}}, whole)
     one = ranks.run(runs, 1, [whole])[0][0]
     two, apart = ranks.run(runs, 2, [halves, merged({"detector": {"sync_bn": False}}, halves)])[0]
@@ -78,8 +88,14 @@ def test_a_model_built_partitioned_starts_from_the_same_weights(ranks):
 
 def test_frozen_parameters_stay(ranks, plain):
     frozen = {"detector": {"frozen": ["backbone", "neck.lateral_convs"]}}
-    still, far = ranks.run(runs, 2, [{**frozen, "zero_optimization": {"stage": 2}},
-                                     {**frozen, "zero_optimization": {"stage": 3}, "schedule": {"steps": 1}}])[0]
+    still, far = ranks.run(
+        runs,
+        2,
+        [
+            {**frozen, "zero_optimization": {"stage": 2}},
+            {**frozen, "zero_optimization": {"stage": 3}, "schedule": {"steps": 1}},
+        ],
+    )[0]
     same = [n for n in still["weights"] if torch.equal(still["weights"][n], far["weights"][n])]
     assert sorted(same) == sorted(n for n in still["weights"] if n.startswith(("backbone.", "neck.lateral_convs.")))
 
@@ -98,9 +114,15 @@ def test_weights_are_saved_loaded_and_dropped_by_shape(ranks, tmp_path):
     still = {"optimizer": {"params": {"lr": 0.0}}, "schedule": {"steps": 1}}
     load = {**still, "detector": {"load_from": str(file)}}
     dropped = {**still, "detector": {"load_from": str(tmp_path / "other.pth"), "drop_mismatched": True}}
-    loaded, partitioned, partly = ranks.run(runs, 2, [
-        load, {**load, "detector": {**load["detector"], "zero_init": True}, "zero_optimization": {"stage": 3}},
-        dropped])[0]
+    loaded, partitioned, partly = ranks.run(
+        runs,
+        2,
+        [
+            load,
+            {**load, "detector": {**load["detector"], "zero_init": True}, "zero_optimization": {"stage": 3}},
+            dropped,
+        ],
+    )[0]
     assert difference(saved["weights"], loaded["weights"]) == 0
     assert difference(saved["weights"], partitioned["weights"]) == 0
     changed = [n for n in saved["weights"] if not torch.equal(saved["weights"][n], partly["weights"][n])]
@@ -108,8 +130,10 @@ def test_weights_are_saved_loaded_and_dropped_by_shape(ranks, tmp_path):
 
 
 def test_monitors_of_deepspeed_get_every_step(ranks, tmp_path):
-    case = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
-            "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "tb"}}
+    case = {
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "tb"},
+    }
     losses = [record["loss"] for record in ranks.run(runs, 2, [case])[0][0]["records"]]
     lines = (tmp_path / "csv" / "train_loss.csv").read_text().splitlines()
     assert [float(line.split(",")[1]) for line in lines[1:]] == pytest.approx(losses)
@@ -126,8 +150,13 @@ def diverge():
     from engine.config import UserError
 
     try:
-        train_tiny({"optimizer": {"params": {"lr": 1e12}}, "schedule": {"steps": 8, "warmup_steps": 0},
-                    "run": {"max_nonfinite": 2}})
+        train_tiny(
+            {
+                "optimizer": {"params": {"lr": 1e12}},
+                "schedule": {"steps": 8, "warmup_steps": 0},
+                "run": {"max_nonfinite": 2},
+            }
+        )
     except UserError as error:
         return str(error)
     return "no error"
@@ -159,8 +188,12 @@ def with_broken_image(folder):
     distributed.barrier()
     split = lambda name: {"annotations": f"annotations/instances_{name}2017.json", "images": f"{name}2017"}  # noqa: E731
     try:
-        train_tiny({"data": {"dataset": "coco", "root": str(copy), "train": split("train"), "val": split("val")},
-                    "schedule": {"steps": 12}})
+        train_tiny(
+            {
+                "data": {"dataset": "coco", "root": str(copy), "train": split("train"), "val": split("val")},
+                "schedule": {"steps": 12},
+            }
+        )
     except UserError as error:
         return str(error)
     return "no error"

@@ -4,18 +4,32 @@ import pytest
 from tiny_run import difference, distance, train_tiny
 
 MODULES = {"backbone", "neck", "rpn_head", "bbox_head", "mask_head", "context_head"}
-HTCX = {"detector": {"config": "uninet_tiny_htcx", "options": {
+HTCX = {
+    "detector": {
+        "config": "uninet_tiny_htcx",
+        "options": {
             # One image in a micro-batch: its statistics would amplify rounding, and every run starts from the same.
-            "backbone.norm_eval": True, "neck.norm_eval": True}},
-        "data": {"task": "instance", "train_scales": None},
-        "schedule": {"steps": 2}, "run": {"draw": 2}}
+            "backbone.norm_eval": True,
+            "neck.norm_eval": True,
+        },
+    },
+    "data": {"task": "instance", "train_scales": None},
+    "schedule": {"steps": 2},
+    "run": {"draw": 2},
+}
 AGVM = {"type": "AGVMSGD", "params": {"lr": 0.005, "momentum": 0.9, "tau": 1, "alpha": 0.5, "start_step": 0}}
 
 
 def case(stage, *, zero_init=False, checkpoint=(), bf16=False, evaluate=False):
     detector = {**HTCX["detector"], "zero_init": zero_init, "checkpoint_activations": list(checkpoint)}
-    return {**HTCX, "detector": detector, "zero_optimization": {"stage": stage}, "optimizer": AGVM,
-            "bf16": {"enabled": bf16}, "run": {"draw": 2, "eval_interval": None if evaluate else 0}}
+    return {
+        **HTCX,
+        "detector": detector,
+        "zero_optimization": {"stage": stage},
+        "optimizer": AGVM,
+        "bf16": {"enabled": bf16},
+        "run": {"draw": 2, "eval_interval": None if evaluate else 0},
+    }
 
 
 def test_the_papers_mixture_runs(ranks):
@@ -34,8 +48,12 @@ def train_all(cases):
 
 
 def test_stages_agree_and_a_partitioned_build_starts_from_the_same_weights(ranks):
-    cases = [case(0), case(2, checkpoint=["backbone"]), case(3, zero_init=True, checkpoint=["backbone"], evaluate=True),
-             case(3, zero_init=True, bf16=True)]
+    cases = [
+        case(0),
+        case(2, checkpoint=["backbone"]),
+        case(3, zero_init=True, checkpoint=["backbone"], evaluate=True),
+        case(3, zero_init=True, bf16=True),
+    ]
     plain, *others, half = ranks.run(train_all, 2, cases)[0]
     assert set(plain["records"][-1]["mu"]) == set(plain["records"][-1]["phi"]) == MODULES
     for result in others:

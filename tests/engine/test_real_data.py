@@ -39,10 +39,23 @@ def test_bccd_classes_and_counts():
 
 def train_panoptic(root):
     files = {"annotations": "panoptic_examples.json", "images": "input_images", "panoptic": "panoptic_examples"}
-    result = train_tiny({
-        "train_batch_size": 2, "detector": {"config": "tiny_panoptic_fpn", "options": {}}, "schedule": {"steps": 2},
-        "data": {"dataset": "coco", "task": "panoptic", "root": root, "train": files, "val": files, "scale": [160, 120],
-                 "train_scales": None}, "run": {"eval_interval": None}})
+    result = train_tiny(
+        {
+            "train_batch_size": 2,
+            "detector": {"config": "tiny_panoptic_fpn", "options": {}},
+            "schedule": {"steps": 2},
+            "data": {
+                "dataset": "coco",
+                "task": "panoptic",
+                "root": root,
+                "train": files,
+                "val": files,
+                "scale": [160, 120],
+                "train_scales": None,
+            },
+            "run": {"eval_interval": None},
+        }
+    )
     return result["records"], result["metrics"], result["files"]
 
 

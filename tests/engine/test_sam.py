@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_run import TINY, difference as apart
-from tiny_run import distance, train_tiny
+from tiny_run import TINY, distance, train_tiny
+from tiny_run import difference as apart
 
 sys.path.append(str(Path(__file__).parent / "zero"))
-from agvm_harness import (Case, PlainRun, Tiny, build, by_module, close, difference, full_weights,  # noqa: E402
-                          micro_batch, micro_gradients)
+from agvm_harness import (  # noqa: E402
+    Case,
+    PlainRun,
+    Tiny,
+    build,
+    by_module,
+    close,
+    difference,
+    full_weights,
+    micro_batch,
+    micro_gradients,
+)
 
 STAGES = (0, 1, 2, 3)
 RHO = 0.2
@@ -82,26 +92,50 @@ def check(ranks, world, cases, tolerance, steps=10):
 def test_sam_equals_a_plain_single_process_sam(ranks):
     base = {"agvm": {"tau": 1000}}
     for world in (2, 3):
-        cases = [Case(s, 1 + (s + world) % 2, rule=("sgd", "adamw")[s % 2], clip_grad=0.3 * (s == 2), **base)
-                 for s in STAGES]
+        cases = [
+            Case(s, 1 + (s + world) % 2, rule=("sgd", "adamw")[s % 2], clip_grad=0.3 * (s == 2), **base) for s in STAGES
+        ]
         check(ranks, world, cases, 1e-6)
     check(ranks, 1, [Case(2, 2, rule="sgd", **base), Case(0, 2, rule="sgd", **base)], 1e-6)
 
 
 def test_sam_over_rules_of_layers_and_over_agvm(ranks):
-    check(ranks, 2, [Case(1, 2, rule="lamb"), Case(3, 1, rule="lars"), Case(0, 1, rule="lamb"),
-                     Case(2, 2, rule="adamw"), Case(0, 2, rule="agvm_lamb"), Case(3, 2, rule="sgd", estimator="replicas")], 1e-6)
+    check(
+        ranks,
+        2,
+        [
+            Case(1, 2, rule="lamb"),
+            Case(3, 1, rule="lars"),
+            Case(0, 1, rule="lamb"),
+            Case(2, 2, rule="adamw"),
+            Case(0, 2, rule="agvm_lamb"),
+            Case(3, 2, rule="sgd", estimator="replicas"),
+        ],
+        1e-6,
+    )
 
 
 def test_sam_in_half_precision_and_with_offload(ranks):
     base = {"agvm": {"tau": 1000}}
     offload = {"offload_optimizer": {"device": "cpu"}}
-    check(ranks, 2, [Case(2, 2, rule="sgd", zero=offload, **base),
-                     Case(3, 1, rule="sgd", zero={**offload, "sub_group_size": 50}, **base)], 1e-6)
+    check(
+        ranks,
+        2,
+        [
+            Case(2, 2, rule="sgd", zero=offload, **base),
+            Case(3, 1, rule="sgd", zero={**offload, "sub_group_size": 50}, **base),
+        ],
+        1e-6,
+    )
     fp32_sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     # 2^-8 in every weight and gradient of either; the twin rounds at other places.
-    check(ranks, 2, [Case(s, 2, rule="sgd", precision="bf16", **base) for s in STAGES]
-          + [Case(1, 2, rule="sgd", precision="bf16", config=fp32_sums, **base)], 0.01)
+    check(
+        ranks,
+        2,
+        [Case(s, 2, rule="sgd", precision="bf16", **base) for s in STAGES]
+        + [Case(1, 2, rule="sgd", precision="bf16", config=fp32_sums, **base)],
+        0.01,
+    )
     check(ranks, 2, [Case(s, 1, rule="sgd", precision="fp16", **base) for s in (1, 2, 3)], 0.002)
 
 
@@ -124,7 +158,7 @@ def restored(case, poison):
         if not hasattr(p, "ds_tensor"):
             return p
         begin = dist.get_rank() * p.ds_tensor.ds_numel
-        return p.ds_tensor[:max(0, min(p.ds_tensor.ds_numel, p.ds_numel - begin))]
+        return p.ds_tensor[: max(0, min(p.ds_tensor.ds_numel, p.ds_numel - begin))]
 
     before = full_weights(engine), working()
     scaler = layout.scaler()
@@ -168,8 +202,10 @@ SAM = {"optimizer": {"sam": {"rho": 0.05}}}
 
 
 def test_runs_with_sam_are_alike_on_any_ranks_and_stage(ranks):
-    runs = {(world, stage): ranks.run(train_tiny, world, {**SAM, "zero_optimization": {"stage": stage}})[0]
-            for world, stage in ((1, 0), (2, 2), (2, 3))}
+    runs = {
+        (world, stage): ranks.run(train_tiny, world, {**SAM, "zero_optimization": {"stage": stage}})[0]
+        for world, stage in ((1, 0), (2, 2), (2, 3))
+    }
     plain = ranks.run(train_tiny, 1, {})[0]
     first = runs[1, 0]["weights"]
     assert distance(first, plain["weights"]) > 1e-6
@@ -184,10 +220,15 @@ BATCH_NORM = {"detector": {"options": {**TINY["detector"]["options"], "backbone.
 @pytest.mark.parametrize("stage", [0, 3])
 def test_batch_norm_statistics_are_those_of_the_first_pass(ranks, stage):
     """Without a learning rate the weights stay, and so do the statistics of a run without SAM."""
-    still = {**BATCH_NORM, "zero_optimization": {"stage": stage},
-             "optimizer": {"params": {"lr": 0.0}, "sam": {"rho": 5.0}}}
-    with_sam, without = ({name: value for name, value in ranks.run(train_tiny, 2, changes)[0]["weights"].items()}
-                         for changes in (still, {**still, "optimizer": {"params": {"lr": 0.0}}}))
+    still = {
+        **BATCH_NORM,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"params": {"lr": 0.0}, "sam": {"rho": 5.0}},
+    }
+    with_sam, without = (
+        {name: value for name, value in ranks.run(train_tiny, 2, changes)[0]["weights"].items()}
+        for changes in (still, {**still, "optimizer": {"params": {"lr": 0.0}}})
+    )
     assert int(with_sam["backbone.bn1.num_batches_tracked"]) == 3 * 2
     for name in without:
         assert torch.equal(with_sam[name], without[name]), name

@@ -15,24 +15,46 @@ from engine.config import ConfigError, parse_config
 from engine.data.coco import DataError
 from engine.data.panoptic_map import PanopticMap, read_ids
 
-THIN = {"backbone.base_channels": 8, "backbone.norm_cfg": {"type": "GN", "num_groups": 4}, "neck.in_channels": [8, 16, 32, 64],
-        "neck.out_channels": 16}
-THIN_SEMANTIC = {**THIN, "semantic_head.in_channels": 16, "semantic_head.inner_channels": 16,
-                 "semantic_head.norm_cfg.num_groups": 4}
-THIN_ROI = {"rpn_head.in_channels": 16, "rpn_head.feat_channels": 16, "roi_head.bbox_head.in_channels": 16,
-            "roi_head.bbox_roi_extractor.out_channels": 16, "roi_head.bbox_head.fc_out_channels": 32,
-            "roi_head.mask_roi_extractor.out_channels": 16, "roi_head.mask_head.in_channels": 16,
-            "roi_head.mask_head.conv_out_channels": 16}
+THIN = {
+    "backbone.base_channels": 8,
+    "backbone.norm_cfg": {"type": "GN", "num_groups": 4},
+    "neck.in_channels": [8, 16, 32, 64],
+    "neck.out_channels": 16,
+}
+THIN_SEMANTIC = {
+    **THIN,
+    "semantic_head.in_channels": 16,
+    "semantic_head.inner_channels": 16,
+    "semantic_head.norm_cfg.num_groups": 4,
+}
+THIN_ROI = {
+    "rpn_head.in_channels": 16,
+    "rpn_head.feat_channels": 16,
+    "roi_head.bbox_head.in_channels": 16,
+    "roi_head.bbox_roi_extractor.out_channels": 16,
+    "roi_head.bbox_head.fc_out_channels": 32,
+    "roi_head.mask_roi_extractor.out_channels": 16,
+    "roi_head.mask_head.in_channels": 16,
+    "roi_head.mask_head.conv_out_channels": 16,
+}
 # Untrained, a detector is sure of nothing: every object counts, and stuff of any size.
 UNSURE = {"test_cfg.rcnn.score_thr": 0.0, "test_cfg.rcnn.max_per_img": 8, "test_cfg.panoptic.stuff_area_limit": 1}
-RUNS = {"semantic": ("tiny_semantic_fpn", THIN_SEMANTIC),
-        "panoptic": ("tiny_panoptic_fpn", {**THIN_SEMANTIC, **THIN_ROI, **UNSURE})}
+RUNS = {
+    "semantic": ("tiny_semantic_fpn", THIN_SEMANTIC),
+    "panoptic": ("tiny_panoptic_fpn", {**THIN_SEMANTIC, **THIN_ROI, **UNSURE}),
+}
 
 
 def changes(task, **more):
     name, options = RUNS[task]
-    base = merged({"detector": {"config": name, "options": options}, "data": {"task": task}, "schedule": {"steps": 2},
-                   "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 3}})
+    base = merged(
+        {
+            "detector": {"config": name, "options": options},
+            "data": {"task": task},
+            "schedule": {"steps": 2},
+            "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 3},
+        }
+    )
     return merged(more, base)
 
 
@@ -78,8 +100,10 @@ def test_scores_do_not_depend_on_the_number_of_ranks(run):
     assert metrics["mIoU" if task == "semantic" else "PQ_st"] >= 0
     assert one == pytest.approx(metrics, abs=1e-6)
     assert all(scored == one for scored, _ in two)
-    tables = [json.loads((path / "results.classes.json").read_text())
-              for path in (folder, out / "one" / "scored", out / "two" / "scored")]
+    tables = [
+        json.loads((path / "results.classes.json").read_text())
+        for path in (folder, out / "one" / "scored", out / "two" / "scored")
+    ]
     assert tables[1] == tables[2] and tables[0].keys() == tables[1].keys() and len(tables[0]) >= 4
     assert json.loads((out / "one" / "scored" / "eval.json").read_text()) == one
 
@@ -89,7 +113,9 @@ def test_a_checkpoint_knows_things_from_stuff(run):
     names = saved_weights(checkpoint)[1]["dataset_meta"]
     assert tuple(names["classes"]) == classes.all and len(classes.all) == 10
     assert len(classes.stuff) == (4 if task == "panoptic" else 0)
-    assert classes.category_ids == ((1, 3, 4, 18, 44, 90, 154, 171, 187, 193) if task == "panoptic" else tuple(range(1, 11)))
+    assert classes.category_ids == (
+        (1, 3, 4, 18, 44, 90, 154, 171, 187, 193) if task == "panoptic" else tuple(range(1, 11))
+    )
 
 
 def test_pictures_show_truth_and_prediction(run):
@@ -127,7 +153,7 @@ def weights_and_losses(task, cases):
 
 @pytest.mark.parametrize("task", list(RUNS))
 def test_training_does_not_depend_on_ranks_and_stage(ranks, task):
-    (weights, losses), = ranks.run(weights_and_losses, 1, task, [{}])[0]
+    ((weights, losses),) = ranks.run(weights_and_losses, 1, task, [{}])[0]
     cases = [{"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 3}}, {"bf16": {"enabled": True}}]
     *exact, half = ranks.run(weights_and_losses, 2, task, cases)[0]
     for other, _ in exact:
@@ -145,14 +171,25 @@ def test_a_run_without_pictures_gathers_no_maps(ranks, task):
 def modulated(task):
     """Three steps with a window of AGVM at each, as the shipped configs are switched to it."""
     agvm = {"type": "AGVMAdamW", "params": {"lr": 1e-3, "weight_decay": 0.05, "tau": 1, "start_step": 0}}
-    result = train_tiny(changes(task, optimizer=agvm, schedule={"steps": 3}, zero_optimization={"stage": 2},
-                                run={"eval_interval": 0, "checkpoint_interval": 0}))
+    result = train_tiny(
+        changes(
+            task,
+            optimizer=agvm,
+            schedule={"steps": 3},
+            zero_optimization={"stage": 2},
+            run={"eval_interval": 0, "checkpoint_interval": 0},
+        )
+    )
     return result["records"]
 
 
-@pytest.mark.parametrize("task,modules", [
-    ("semantic", {"backbone", "neck", "semantic_head"}),
-    ("panoptic", {"backbone", "neck", "rpn_head", "bbox_head", "mask_head", "semantic_head"})])
+@pytest.mark.parametrize(
+    "task,modules",
+    [
+        ("semantic", {"backbone", "neck", "semantic_head"}),
+        ("panoptic", {"backbone", "neck", "rpn_head", "bbox_head", "mask_head", "semantic_head"}),
+    ],
+)
 def test_agvm_sees_the_heads_of_maps_as_modules(ranks, task, modules):
     records = ranks.run(modulated, 2, task)[0]
     assert set(records[-1]["mu"]) == set(records[-1]["phi"]) == modules
@@ -168,6 +205,7 @@ def gathered_bytes(task):
     sizes = {}
     gather = report.gather_predictions
     for draw in (5, 0):
+
         def weigh(mine, expected):
             predictions = gather(mine, expected)
             sizes[draw] = len(pickle.dumps(predictions))
@@ -216,11 +254,15 @@ def test_maps_survive_packing():
     assert (Semantic(config).unpack(Semantic(config).pack(labels)) == labels).all()
 
 
-@pytest.mark.parametrize("task,name,text", [
-    ("panoptic", "tiny_mask_rcnn", 'data.task is "panoptic" but detector "tiny_mask_rcnn" has no panoptic head'),
-    ("semantic", "tiny_mask_rcnn", 'data.task is "semantic" but detector "tiny_mask_rcnn" finds objects'),
-    ("instance", "tiny_panoptic_fpn", 'has a panoptic head: set data.task to "panoptic"'),
-    ("detection", "tiny_semantic_fpn", 'gives each pixel a class .* set data.task to "semantic"')])
+@pytest.mark.parametrize(
+    "task,name,text",
+    [
+        ("panoptic", "tiny_mask_rcnn", 'data.task is "panoptic" but detector "tiny_mask_rcnn" has no panoptic head'),
+        ("semantic", "tiny_mask_rcnn", 'data.task is "semantic" but detector "tiny_mask_rcnn" finds objects'),
+        ("instance", "tiny_panoptic_fpn", 'has a panoptic head: set data.task to "panoptic"'),
+        ("detection", "tiny_semantic_fpn", 'gives each pixel a class .* set data.task to "semantic"'),
+    ],
+)
 def test_a_detector_of_another_task_is_refused(task, name, text):
     from engine.data.coco import Classes
     from engine.task import task_of
@@ -228,17 +270,29 @@ def test_a_detector_of_another_task_is_refused(task, name, text):
     config = parse_config(merged({"detector": {"config": name, "options": {}}, "data": {"task": task}}))
     stuff = ("sky",) if task == "panoptic" else ()
     with pytest.raises(ConfigError, match=text):
-        task_of(config).build_model(Classes(("a", "b"), stuff, (1, 2, 3)[:2 + len(stuff)]))
+        task_of(config).build_model(Classes(("a", "b"), stuff, (1, 2, 3)[: 2 + len(stuff)]))
 
 
-@pytest.mark.parametrize("data,text", [
-    ({"task": "semantic", "dataset": "coco", "train": {"images": "i", "annotations": "a"}},
-     'data.task "semantic" cannot be trained on data.dataset "coco"'),
-    ({"task": "panoptic", "dataset": "ade20k"}, 'data.task "panoptic" cannot be trained on data.dataset "ade20k"'),
-    ({"task": "semantic", "dataset": "ade20k"}, 'data.train is missing: give {"annotations": FOLDER, "images": FOLDER}'),
-    ({"task": "semantic", "dataset": "ade20k", "train": {"images": "i"}}, 'the key "data.train.annotations" is missing'),
-    ({"task": "semantic", "group_by_aspect": True}, "data.group_by_aspect is for data sets that list sizes"),
-    ({"task": "semantic", "keep_empty": True}, "data.keep_empty is for data sets that list sizes")])
+@pytest.mark.parametrize(
+    "data,text",
+    [
+        (
+            {"task": "semantic", "dataset": "coco", "train": {"images": "i", "annotations": "a"}},
+            'data.task "semantic" cannot be trained on data.dataset "coco"',
+        ),
+        ({"task": "panoptic", "dataset": "ade20k"}, 'data.task "panoptic" cannot be trained on data.dataset "ade20k"'),
+        (
+            {"task": "semantic", "dataset": "ade20k"},
+            'data.train is missing: give {"annotations": FOLDER, "images": FOLDER}',
+        ),
+        (
+            {"task": "semantic", "dataset": "ade20k", "train": {"images": "i"}},
+            'the key "data.train.annotations" is missing',
+        ),
+        ({"task": "semantic", "group_by_aspect": True}, "data.group_by_aspect is for data sets that list sizes"),
+        ({"task": "semantic", "keep_empty": True}, "data.keep_empty is for data sets that list sizes"),
+    ],
+)
 def test_a_data_set_of_another_task_is_refused(data, text):
     with pytest.raises(ConfigError, match=text):
         parse_config(merged({"data": data}))
@@ -253,8 +307,10 @@ def test_classes_numbered_otherwise_are_refused(tmp_path):
 
     root = write_shapes(ShapesSettings(train_images=10, val_images=5, image_size=96)) / "ADEChallengeData2016"
     ade = shutil.copytree(root, tmp_path / "ade")
-    splits = {name: {"images": str(ade / "images" / folder), "annotations": str(ade / "annotations" / folder)}
-              for name, folder in (("train", "training"), ("val", "validation"))}
+    splits = {
+        name: {"images": str(ade / "images" / folder), "annotations": str(ade / "annotations" / folder)}
+        for name, folder in (("train", "training"), ("val", "validation"))
+    }
     task = task_of(parse_config(changes("semantic", data={"task": "semantic", "dataset": "ade20k", **splits})))
     classes = task.read_classes()
     assert len(task.build_split("val", classes).dataset) == 5

@@ -22,8 +22,10 @@ def test_a_run_learns_something_and_records_every_step(reference):
     assert reference["records"][0]["lr"] == pytest.approx(1e-5)
     assert reference["records"][-1]["lr"] == pytest.approx(1e-2)
     assert reference["records"][-1]["loss"] < reference["records"][0]["loss"]
-    assert all(record["loss"] == pytest.approx(record["loss_cls"] + record["loss_bbox"], rel=1e-5)
-               for record in reference["records"])
+    assert all(
+        record["loss"] == pytest.approx(record["loss_cls"] + record["loss_bbox"], rel=1e-5)
+        for record in reference["records"]
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -46,8 +48,8 @@ def test_another_seed_gives_other_weights(ranks, reference):
 
 
 def refusals():
-    from engine.config import ConfigError
     from engine.building import check_deepspeed
+    from engine.config import ConfigError
 
     triangle = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     check_deepspeed({**triangle, "zero_optimization": {"stage": 2}})
@@ -66,9 +68,10 @@ def test_what_deepspeed_refuses_is_told_in_one_sentence_before_anything_is_built
 
 
 def test_a_work_dir_with_records_is_refused_and_one_that_failed_early_is_not(tmp_path):
+    from tiny_run import TINY, merged
+
     from engine.config import ConfigError, parse_config
     from engine.work_dir import open_work_dir
-    from tiny_run import TINY, merged
 
     config = parse_config(merged({"run": {"work_dir": str(tmp_path)}}, TINY))
     assert open_work_dir(config, None) == (tmp_path.resolve(), None) == open_work_dir(config, None)

@@ -36,8 +36,9 @@ class Sees(torch.nn.Module):
             boxes = BOX.clone()
             if sample.flip:
                 boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
-            sample.pred_instances = InstanceData(bboxes=boxes, scores=torch.tensor([0.9, 0.8]) - 0.1 * sample.flip,
-                                                 labels=torch.tensor([0, 1]))
+            sample.pred_instances = InstanceData(
+                bboxes=boxes, scores=torch.tensor([0.9, 0.8]) - 0.1 * sample.flip, labels=torch.tensor([0, 1])
+            )
         return samples
 
 
@@ -58,13 +59,17 @@ def test_every_image_has_each_scale_as_it_is_and_mirrored(split):
     data = batch(split)
     metas = [(s.flip, max(s.img_shape)) for s in data["data_samples"][0]]
     assert sorted(metas) == [(False, 96), (False, 128), (True, 96), (True, 128)]
-    plain, mirrored = (data["inputs"][0][[s.flip and max(s.img_shape) == 96 for s in data["data_samples"][0]].index(True)],
-                       data["inputs"][0][[not s.flip and max(s.img_shape) == 96 for s in data["data_samples"][0]].index(True)])
+    plain, mirrored = (
+        data["inputs"][0][[s.flip and max(s.img_shape) == 96 for s in data["data_samples"][0]].index(True)],
+        data["inputs"][0][[not s.flip and max(s.img_shape) == 96 for s in data["data_samples"][0]].index(True)],
+    )
     assert torch.equal(plain, mirrored.flip(-1))
 
 
 def test_boxes_of_mirrored_views_are_mirrored_back_and_merged(split):
-    model = build_detector(DetectorConfig(config="tiny_retinanet"), Classes(tuple("abcdef"), (), tuple(range(1, 7))), "detection")
+    model = build_detector(
+        DetectorConfig(config="tiny_retinanet"), Classes(tuple("abcdef"), (), tuple(range(1, 7))), "detection"
+    )
     views, _ = ViewPreprocessor(Preprocessor(model, torch.device("cpu"), Precision()))(batch(split), training=False)
     assert len(views) == 4 and views[0][0].shape[0] == 2
     for found in MergedViews(Sees(), Config).predict(views, None):

@@ -19,8 +19,11 @@ def detector(classes=2, options=THIN):
     from engine.detector import build_detector
 
     names = tuple("abcdefgh"[:classes])
-    model = build_detector(DetectorConfig(config="tiny_retinanet", options=options),
-                           Classes(names, (), tuple(range(1, classes + 1))), "detection")
+    model = build_detector(
+        DetectorConfig(config="tiny_retinanet", options=options),
+        Classes(names, (), tuple(range(1, classes + 1))),
+        "detection",
+    )
     # Numbers that no initialisation gives, so that a tensor which was not copied is seen.
     with torch.no_grad():
         for value in model.state_dict().values():
@@ -84,7 +87,8 @@ def test_a_backbone_file_fills_the_backbone_and_nothing_else(tmp_path, source):
     assert equal(after, {f"backbone.{name}": value for name, value in backbone.items()})
     assert equal(after, {name: value for name, value in before.items() if not name.startswith("backbone.")})
     assert report.unexpected == ["backbone.fc.weight"] and set(report.missing) == {
-        name for name in after if not name.startswith("backbone.")}
+        name for name in after if not name.startswith("backbone.")
+    }
 
 
 TIMM = {  # models that timm hands out under its own names, with sequences moved up, and wrapped once more
@@ -100,8 +104,12 @@ def test_a_timm_file_fills_a_timm_backbone(tmp_path, name):
     import timm
 
     channels, options = TIMM[name]
-    model = detector(options={"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": name, **options},
-                              "neck.in_channels": channels})
+    model = detector(
+        options={
+            "backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": name, **options},
+            "neck.in_channels": channels,
+        }
+    )
     file = timm.create_model(name, **{k: v for k, v in options.items() if k != "out_indices"})
     torch.save(file.state_dict(), tmp_path / "timm.pth")
     report = load_weights(model, tmp_path / "timm.pth", drop_mismatched=False)
@@ -126,8 +134,11 @@ def test_another_number_of_classes_is_refused_by_name_or_dropped_where_asked(tmp
     torch.save(source, tmp_path / "two.pth")
     model = detector(classes=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=r"bbox_head.retina_cls.bias is \(\d+,\) in the file and \(\d+,\) here \(another "
-                                           r"number of classes\?\); set detector.drop_mismatched to true"):
+    with pytest.raises(
+        WeightsError,
+        match=r"bbox_head.retina_cls.bias is \(\d+,\) in the file and \(\d+,\) here \(another "
+        r"number of classes\?\); set detector.drop_mismatched to true",
+    ):
         load_weights(model, tmp_path / "two.pth", drop_mismatched=False)
     assert equal(model.state_dict(), before)  # a refused file changes nothing
     report = load_weights(model, tmp_path / "two.pth", drop_mismatched=True)
@@ -138,7 +149,10 @@ def test_another_number_of_classes_is_refused_by_name_or_dropped_where_asked(tmp
 
 def test_the_report_counts_and_names():
     text = str(LoadReport("w.pth", ["a", "b"], ["c"], ["d", "e", "f", "g"], []))
-    assert text == "w.pth: 2 tensors matched, 1 of the model not in the file (c), 4 of the file not in the model (d, e, f, ...)"
+    assert (
+        text
+        == "w.pth: 2 tensors matched, 1 of the model not in the file (c), 4 of the file not in the model (d, e, f, ...)"
+    )
     assert str(LoadReport("w.pth", ["a"], [], [], ["x"])).endswith(", 1 of another shape left out (x)")
 
 
@@ -153,7 +167,9 @@ class Hostile:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, source, zipped):
     victim = tmp_path / "victim"
-    torch.save({"state_dict": source, "meta": Hostile(victim)}, tmp_path / "evil.pth", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"state_dict": source, "meta": Hostile(victim)}, tmp_path / "evil.pth", _use_new_zipfile_serialization=zipped
+    )
     torch.load(tmp_path / "evil.pth", weights_only=False)
     assert victim.exists()  # it does bite whoever trusts it
     victim.unlink()
@@ -170,10 +186,14 @@ def test_files_that_hold_no_weights_of_this_detector_are_told_apart(tmp_path):
     (tmp_path / "empty.safetensors").touch()
     (tmp_path / "empty.pth").touch()
     model = detector()
-    for name, words in {"other": 'no tensor that fits this detector: its names begin like "encoder.weight"',
-                        "numbers": "holds no named tensors", "list": "holds no named tensors",
-                        "text": "cannot be read as plain tensors", "empty": "cannot be read as plain tensors",
-                        "absent": "does not exist"}.items():
+    for name, words in {
+        "other": 'no tensor that fits this detector: its names begin like "encoder.weight"',
+        "numbers": "holds no named tensors",
+        "list": "holds no named tensors",
+        "text": "cannot be read as plain tensors",
+        "empty": "cannot be read as plain tensors",
+        "absent": "does not exist",
+    }.items():
         with pytest.raises(WeightsError, match=words) as caught:
             load_weights(model, tmp_path / f"{name}.pth", drop_mismatched=True)
         assert f"{name}.pth" in str(caught.value) and "\n" not in str(caught.value)

@@ -24,30 +24,57 @@ CATEGORIES = [{"id": 1, "name": "cell"}]
 # Name -> (what the sentence says, the config: text as it stands, or changes to the tiny run).
 ONE_PROCESS = {
     "malformed json": ("is not JSON: Expecting property name", '{"train_batch_size": 4,}'),
-    "unknown key": (r'unknown key "schedule.warmup_step" \(did you mean "warmup_steps"\?\)',
-                    {"schedule": {"warmup_step": 3}}),
+    "unknown key": (
+        r'unknown key "schedule.warmup_step" \(did you mean "warmup_steps"\?\)',
+        {"schedule": {"warmup_step": 3}},
+    ),
     "wrong type": ("run.seed must be a whole number, got 'one'", {"run": {"seed": "one"}}),
-    "batch triangle": ("train_batch_size 5 cannot be divided by micro-batch 2 x 1 ranks = 2: use 4 or 6",
-                       {"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2}),
+    "batch triangle": (
+        "train_batch_size 5 cannot be divided by micro-batch 2 x 1 ranks = 2: use 4 or 6",
+        {"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2},
+    ),
     "empty data set": ("annotations.json lists no images", {"data": {**COCO, "root": "{folder}/empty"}}),
-    "no masks": ('data.task is "instance" but .* has no masks', {"data": {**COCO, "root": "{folder}/boxes", "task": "instance"}}),
-    "no class maps": ("folder .*boxes/maps does not exist: check data.root and the split's annotations",
-                      {"detector": {"config": "tiny_semantic_fpn", "options": {}},
-                       "data": {"dataset": "ade20k", "task": "semantic", "root": "{folder}/boxes",
-                                "train": {"images": "images", "annotations": "maps"},
-                                "val": {"images": "images", "annotations": "maps"}}}),
-    "used work dir": ("used already holds a run: go on with it by --resume, or start afresh", {"run": {"work_dir": "{folder}/used"}}),
-    "unknown detector": (r'detector.config "tiny_retinanett" is not .* \(did you mean "tiny_retinanet"\?\)',
-                         {"detector": {"config": "tiny_retinanett"}}),
-    "unwritable work dir": ("boxes/annotations.json/x cannot be written: ",
-                            {"run": {"work_dir": "{folder}/boxes/annotations.json/x"}}),
+    "no masks": (
+        'data.task is "instance" but .* has no masks',
+        {"data": {**COCO, "root": "{folder}/boxes", "task": "instance"}},
+    ),
+    "no class maps": (
+        "folder .*boxes/maps does not exist: check data.root and the split's annotations",
+        {
+            "detector": {"config": "tiny_semantic_fpn", "options": {}},
+            "data": {
+                "dataset": "ade20k",
+                "task": "semantic",
+                "root": "{folder}/boxes",
+                "train": {"images": "images", "annotations": "maps"},
+                "val": {"images": "images", "annotations": "maps"},
+            },
+        },
+    ),
+    "used work dir": (
+        "used already holds a run: go on with it by --resume, or start afresh",
+        {"run": {"work_dir": "{folder}/used"}},
+    ),
+    "unknown detector": (
+        r'detector.config "tiny_retinanett" is not .* \(did you mean "tiny_retinanet"\?\)',
+        {"detector": {"config": "tiny_retinanett"}},
+    ),
+    "unwritable work dir": (
+        "boxes/annotations.json/x cannot be written: ",
+        {"run": {"work_dir": "{folder}/boxes/annotations.json/x"}},
+    ),
 }
 TORCHRUN = {
     "malformed json": ONE_PROCESS["malformed json"],
-    "class mismatch": (r"bbox_head.retina_cls.bias is \(999,\) in the file and .*another number of classes",
-                       {"detector": {"load_from": "{folder}/other.pth"}}),
+    "class mismatch": (
+        r"bbox_head.retina_cls.bias is \(999,\) in the file and .*another number of classes",
+        {"detector": {"load_from": "{folder}/other.pth"}},
+    ),
 }
-MISSING_FILE = ("nowhere/annotations.json does not exist: check data.root", {"data": {**COCO, "root": "{folder}/nowhere"}})
+MISSING_FILE = (
+    "nowhere/annotations.json does not exist: check data.root",
+    {"data": {**COCO, "root": "{folder}/nowhere"}},
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +84,19 @@ def folder(tmp_path_factory):
     import torch
 
     path = tmp_path_factory.mktemp("bad")
-    for name, content in {"empty": {"images": [], "annotations": [], "categories": CATEGORIES},
-                          "boxes": {"images": [IMAGE], "annotations": [BOX], "categories": CATEGORIES}}.items():
+    for name, content in {
+        "empty": {"images": [], "annotations": [], "categories": CATEGORIES},
+        "boxes": {"images": [IMAGE], "annotations": [BOX], "categories": CATEGORIES},
+    }.items():
         (path / name / "images").mkdir(parents=True)
         (path / name / "annotations.json").write_text(json.dumps(content))
     cv2.imwrite(str(path / "boxes" / "images" / "3.png"), np.zeros((64, 64, 3), np.uint8))
     (path / "used").mkdir()
     (path / "used" / "metrics.jsonl").write_text("{}\n")
-    torch.save({"bbox_head.retina_cls.bias": torch.zeros(999), "backbone.conv1.weight": torch.zeros(8, 3, 7, 7)},
-               path / "other.pth")
+    torch.save(
+        {"bbox_head.retina_cls.bias": torch.zeros(999), "backbone.conv1.weight": torch.zeros(8, 3, 7, 7)},
+        path / "other.pth",
+    )
     return path
 
 
@@ -85,8 +116,14 @@ def arguments(folder, name, content):
 
 
 def start(arguments, folder, **more):
-    return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment(**more), text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment(**more),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def finish(process):
@@ -109,8 +146,12 @@ def two_by_hand(folder, name, content):
         port = str(probe.getsockname()[1])
     command = arguments(folder, name, content)
     began = time.monotonic()
-    ranks = [start(command, folder, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                   MASTER_PORT=port) for r in (0, 1)]
+    ranks = [
+        start(
+            command, folder, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+        for r in (0, 1)
+    ]
     return [finish(process) for process in ranks], time.monotonic() - began
 
 
@@ -136,9 +177,11 @@ def assert_one_sentence(stderr, words):
     assert re.search(words, errors[0]), errors[0]
 
 
-EXPECTED = {**{name: words for name, (words, _) in ONE_PROCESS.items()},
-            "missing config": 'config "nowhere.json" is neither a file nor one of the shipped ones',
-            "missing checkpoint": "weight file nowhere.pth does not exist"}
+EXPECTED = {
+    **{name: words for name, (words, _) in ONE_PROCESS.items()},
+    "missing config": 'config "nowhere.json" is neither a file nor one of the shipped ones',
+    "missing checkpoint": "weight file nowhere.pth does not exist",
+}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -171,8 +214,14 @@ def test_a_refused_run_changes_nothing_in_a_used_work_dir(outcomes, folder):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_teaches_with_examples(script, tmp_path):
-    done = subprocess.run([sys.executable, str(LAUNCH / f"{script}.py"), "--help"], cwd=tmp_path, capture_output=True,
-                          text=True, env=environment(COLUMNS="200"), check=True)
+    done = subprocess.run(
+        [sys.executable, str(LAUNCH / f"{script}.py"), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(COLUMNS="200"),
+        check=True,
+    )
     assert re.search(rf"^  (python|deepspeed).* launch/{script}\.py \S+", done.stdout, re.MULTILINE)
     options = re.findall(r"^  (--[a-z][a-z_-]*)", done.stdout, re.MULTILINE)
     assert "--deepspeed_config" in options and "--set" in options
@@ -183,6 +232,11 @@ def test_help_teaches_with_examples(script, tmp_path):
 
 def test_an_unknown_argument_is_refused_by_every_script(tmp_path):
     for script in SCRIPTS:
-        done = subprocess.run([sys.executable, str(LAUNCH / f"{script}.py"), "--no-such-thing"], cwd=tmp_path,
-                              capture_output=True, text=True, env=environment())
+        done = subprocess.run(
+            [sys.executable, str(LAUNCH / f"{script}.py"), "--no-such-thing"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment(),
+        )
         assert done.returncode == 2 and "Traceback" not in done.stderr and "error: " in done.stderr

@@ -21,56 +21,158 @@ ON_480 = {"train_batch_size": 960, "train_micro_batch_size_per_gpu": 2}
 
 # Name -> (ranks, changes to the tiny run, exit code, verdict, further lines).
 CASES = {
-    "runs": (480, {**ON_480, "optimizer": AGVM, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, 0,
-             "it would run on 480 ranks",
-             [r"batch +960 = 2 x 1 accumulated x 480 ranks", r"AGVM +windows: 1, from step 2 on, every 2",
-              r"engine +DeepSpeedZeroOptimizer_Stage3 .* as rank 0 of 480 on the meta device; its 82 fragments lie as planned",
-              r"  backbone +706.\d+ kB", r"  gradients +reduce_scatter +1 ", r"  second gradient +reduce_scatter "]),
+    "runs": (
+        480,
+        {**ON_480, "optimizer": AGVM, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
+        0,
+        "it would run on 480 ranks",
+        [
+            r"batch +960 = 2 x 1 accumulated x 480 ranks",
+            r"AGVM +windows: 1, from step 2 on, every 2",
+            r"engine +DeepSpeedZeroOptimizer_Stage3 .* as rank 0 of 480 on the meta device; its 82 fragments lie as planned",
+            r"  backbone +706.\d+ kB",
+            r"  gradients +reduce_scatter +1 ",
+            r"  second gradient +reduce_scatter ",
+        ],
+    ),
     "precision of other devices": (
-        6, {"train_batch_size": 12, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2},
-            "optimizer": {"type": "AGVMLAMB", "params": AGVM["params"]}}, 0, "it would run on 6 ranks",
-        [r"engine +DeepSpeedZeroOptimizer ", r"  layer norms +all_reduce +1 ", r"traffic of a plain step .* float16 gradients"]),
-    "missing files": (6, {"train_batch_size": 12, "zero_optimization": {"stage": 2},
-                          "detector": {"load_from": "{folder}/nowhere.pth"},
-                          "data": {"dataset": "coco", "root": "{folder}/nowhere", "train": SPLIT, "val": SPLIT}}, 2,
-                      "it would stop: annotation file .*nowhere/annotations.json does not exist",
-                      [r"data +not read; .* 117266 training images and 80 classes are assumed",
-                       r"engine +DeepSpeedZeroOptimizer .* rank 0 of 6", r"  gradients +all_reduce ",
-                       r"later +weight file .*nowhere.pth does not exist"]),
-    "used work dir": (2, {"optimizer": {**AGVM, "params": {**AGVM["params"], "tau": 7}},
-                          "run": {"work_dir": "{folder}/used"}}, 2,
-                      "it would stop: work dir .*used already holds a run: go on with it by --resume",
-                      [r"later +AGVM's first window is step 7 \(tau 7, after start_step 0\) but the run has 3 steps",
-                       r"shards +ZeRO-0: all of it on every rank"]),
-    "one micro-batch": (1, {"train_batch_size": 1, "optimizer": AGVM}, 2,
-                        "it would stop: AGVM compares at least two micro-batches per optimizer step, got 1 rank", []),
-    "unsupported": (4, {"optimizer": AGVM, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, 2,
-                    "it would stop: AGVM does not support quantized gradients", []),
+        6,
+        {
+            "train_batch_size": 12,
+            "fp16": {"enabled": True},
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AGVMLAMB", "params": AGVM["params"]},
+        },
+        0,
+        "it would run on 6 ranks",
+        [
+            r"engine +DeepSpeedZeroOptimizer ",
+            r"  layer norms +all_reduce +1 ",
+            r"traffic of a plain step .* float16 gradients",
+        ],
+    ),
+    "missing files": (
+        6,
+        {
+            "train_batch_size": 12,
+            "zero_optimization": {"stage": 2},
+            "detector": {"load_from": "{folder}/nowhere.pth"},
+            "data": {"dataset": "coco", "root": "{folder}/nowhere", "train": SPLIT, "val": SPLIT},
+        },
+        2,
+        "it would stop: annotation file .*nowhere/annotations.json does not exist",
+        [
+            r"data +not read; .* 117266 training images and 80 classes are assumed",
+            r"engine +DeepSpeedZeroOptimizer .* rank 0 of 6",
+            r"  gradients +all_reduce ",
+            r"later +weight file .*nowhere.pth does not exist",
+        ],
+    ),
+    "used work dir": (
+        2,
+        {"optimizer": {**AGVM, "params": {**AGVM["params"], "tau": 7}}, "run": {"work_dir": "{folder}/used"}},
+        2,
+        "it would stop: work dir .*used already holds a run: go on with it by --resume",
+        [
+            r"later +AGVM's first window is step 7 \(tau 7, after start_step 0\) but the run has 3 steps",
+            r"shards +ZeRO-0: all of it on every rank",
+        ],
+    ),
+    "one micro-batch": (
+        1,
+        {"train_batch_size": 1, "optimizer": AGVM},
+        2,
+        "it would stop: AGVM compares at least two micro-batches per optimizer step, got 1 rank",
+        [],
+    ),
+    "unsupported": (
+        4,
+        {"optimizer": AGVM, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+        2,
+        "it would stop: AGVM does not support quantized gradients",
+        [],
+    ),
     "an odd number of ranks": (
-        3, {"train_batch_size": 6, "optimizer": AGVM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
-        0, "it would run on 3 ranks", [r"engine +DeepSpeedZeroOptimizer .* rank 0 of 3 on the meta device; its \d+ fragments lie"]),
-    "offloaded": (3, {"train_batch_size": 3, "optimizer": AGVM, "zero_optimization": {
-        "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}, 0, "it would run on 3 ranks",
-        [r"engine +DeepSpeedZeroOptimizer_Stage3 .* rank 0 of 3 on the meta device \(its offloading left out\); its 82 fragments"]),
+        3,
+        {
+            "train_batch_size": 6,
+            "optimizer": AGVM,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}},
+        },
+        0,
+        "it would run on 3 ranks",
+        [r"engine +DeepSpeedZeroOptimizer .* rank 0 of 3 on the meta device; its \d+ fragments lie"],
+    ),
+    "offloaded": (
+        3,
+        {
+            "train_batch_size": 3,
+            "optimizer": AGVM,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+        },
+        0,
+        "it would run on 3 ranks",
+        [
+            r"engine +DeepSpeedZeroOptimizer_Stage3 .* rank 0 of 3 on the meta device \(its offloading left out\); its 82 fragments"
+        ],
+    ),
     "offloaded and one micro-batch": (
-        1, {"train_batch_size": 1, "optimizer": AGVM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        2, "it would stop: AGVM compares at least two micro-batches per optimizer step, got 1 rank", []),
+        1,
+        {
+            "train_batch_size": 1,
+            "optimizer": AGVM,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        },
+        2,
+        "it would stop: AGVM compares at least two micro-batches per optimizer step, got 1 rank",
+        [],
+    ),
     "offloaded in part": (
-        2, {"optimizer": AGVM, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, 2,
-        r"it would stop: AGVM does not support partial optimizer offload \(ratio < 1\)", []),
+        2,
+        {"optimizer": AGVM, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        2,
+        r"it would stop: AGVM does not support partial optimizer offload \(ratio < 1\)",
+        [],
+    ),
     "offloaded to a disk": (
-        2, {"optimizer": AGVM, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}, 2,
-        "it would stop: AGVM does not support parameter offload to NVMe", []),
+        2,
+        {"optimizer": AGVM, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+        2,
+        "it would stop: AGVM does not support parameter offload to NVMe",
+        [],
+    ),
     "offloaded to no disk": (
-        2, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 2,
-        "it would stop: zero_optimization.offload_param to nvme has no nvme_path: give a folder on that disk", []),
+        2,
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        2,
+        "it would stop: zero_optimization.offload_param to nvme has no nvme_path: give a folder on that disk",
+        [],
+    ),
     "offloaded without a norm": (
-        2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "compute_grad_norm": False}}, 2,
-        r"it would stop: DeepSpeed does not accept this config \(zero_optimization.compute_grad_norm=false does not", []),
-    "sharpness": (2, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}, "sam": {"rho": 0.05}}, "fp16": {"enabled": True}}, 2,
-                  "it would stop: SAM does not support fp16 at stage 0", []),
-    "batch": (3, {"train_batch_size": 16}, 2,
-              "it would stop: train_batch_size 16 cannot be divided by micro-batch 1 x 3 ranks = 3: use 15 or 18", []),
+        2,
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "compute_grad_norm": False}},
+        2,
+        r"it would stop: DeepSpeed does not accept this config \(zero_optimization.compute_grad_norm=false does not",
+        [],
+    ),
+    "sharpness": (
+        2,
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}, "sam": {"rho": 0.05}}, "fp16": {"enabled": True}},
+        2,
+        "it would stop: SAM does not support fp16 at stage 0",
+        [],
+    ),
+    "batch": (
+        3,
+        {"train_batch_size": 16},
+        2,
+        "it would stop: train_batch_size 16 cannot be divided by micro-batch 1 x 3 ranks = 3: use 15 or 18",
+        [],
+    ),
     "no ranks": (0, {}, 2, "it would stop: --world-size must be at least 1, got 0", []),
 }
 
@@ -127,13 +229,22 @@ def test_an_engine_that_cannot_be_built_gives_no_clean_verdict(tmp_path, monkeyp
     monkeypatch.setenv("RANK", "0")
     assert train.dry_run_code(train.train_arguments().parse_args(options(tmp_path, "an odd number of ranks"))) == 2
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("verdict not known: DeepSpeed's engine cannot be built without storage (Tensor.item() cannot be")
+    assert last.startswith(
+        "verdict not known: DeepSpeed's engine cannot be built without storage (Tensor.item() cannot be"
+    )
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--deepspeed_config", "quickstart", "--world-size", "4"], "--world-size goes with --dry-run"),
-    (["--deepspeed_config", "quickstart", "--layout", "x.json"], "--layout goes with --dry-run"),
-    (["--deepspeed_config", "quickstart", "--dry-run", "--resume"], "--dry-run is for a new run: leave --resume out")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--deepspeed_config", "quickstart", "--world-size", "4"], "--world-size goes with --dry-run"),
+        (["--deepspeed_config", "quickstart", "--layout", "x.json"], "--layout goes with --dry-run"),
+        (
+            ["--deepspeed_config", "quickstart", "--dry-run", "--resume"],
+            "--dry-run is for a new run: leave --resume out",
+        ),
+    ],
+)
 def test_arguments_that_do_not_go_together(monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as end:
@@ -143,7 +254,9 @@ def test_arguments_that_do_not_go_together(monkeypatch, capsys, arguments, words
 
 def test_a_layout_that_cannot_be_written_is_told_first(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    for file, words in (("/dev/null/x", "the folder of --layout /dev/null cannot be written: File exists"),
-                        (str(tmp_path), f"--layout is the file to write, got the folder {tmp_path}")):
+    for file, words in (
+        ("/dev/null/x", "the folder of --layout /dev/null cannot be written: File exists"),
+        (str(tmp_path), f"--layout is the file to write, got the folder {tmp_path}"),
+    ):
         with pytest.raises(UserError, match=words):
             train.dry_run_code(train.train_arguments().parse_args(options(tmp_path, "runs", "--layout", file)))

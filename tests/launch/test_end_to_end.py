@@ -15,15 +15,20 @@ from tiny_run import TINY, difference, merged, saved_weights
 LAUNCH = Path(__file__).parents[2] / "launch"
 # Two steps find nothing that is sure: every box counts, so that there is something to compare and to draw.
 EVERY_BOX = {**TINY["detector"]["options"], "test_cfg.score_thr": 0.0, "test_cfg.max_per_img": 20}
-CHANGES = {"zero_optimization": {"stage": 2}, "detector": {"options": EVERY_BOX}, "schedule": {"steps": 2},
-           "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 2}}
+CHANGES = {
+    "zero_optimization": {"stage": 2},
+    "detector": {"options": EVERY_BOX},
+    "schedule": {"steps": 2},
+    "run": {"eval_interval": None, "checkpoint_interval": None, "draw": 2},
+}
 
 
 def run(*command, folder):
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=environment, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,8 +37,19 @@ def train(config, work_dir, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return run(Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, "--master_port", port,
-               LAUNCH / "train.py", "--deepspeed_config", config, "--work-dir", work_dir, folder=folder)
+    return run(
+        Path(sys.executable).with_name("deepspeed"),
+        "--num_accelerators",
+        2,
+        "--master_port",
+        port,
+        LAUNCH / "train.py",
+        "--deepspeed_config",
+        config,
+        "--work-dir",
+        work_dir,
+        folder=folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +76,17 @@ def followed(trained, tmp_path_factory):
     with ThreadPoolExecutor(2) as pool:
         again = pool.submit(train, folder / "work" / "config.json", folder / "again", elsewhere)
         evaluated = pool.submit(run, LAUNCH / "evaluate.py", checkpoint, "--out", folder / "scored", folder=elsewhere)
-        inferred = pool.submit(run, LAUNCH / "infer.py", checkpoint, folder / "photos", "--out", folder / "found",
-                               "--score", "0.0", folder=elsewhere)
+        inferred = pool.submit(
+            run,
+            LAUNCH / "infer.py",
+            checkpoint,
+            folder / "photos",
+            "--out",
+            folder / "found",
+            "--score",
+            "0.0",
+            folder=elsewhere,
+        )
         return folder, {"again": again.result(), "evaluate": evaluated.result(), "infer": inferred.result()}
 
 
@@ -77,8 +102,16 @@ def records(work_dir):
 def test_a_run_leaves_its_records_and_shows_a_table(trained):
     folder, output = trained
     work = folder / "work"
-    assert {"config.json", "metrics.jsonl", "evaluations.jsonl", "eval.json", "results.bbox.json", "curves.png",
-            "predictions.png", "checkpoints"} <= {p.name for p in work.iterdir()}
+    assert {
+        "config.json",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "eval.json",
+        "results.bbox.json",
+        "curves.png",
+        "predictions.png",
+        "checkpoints",
+    } <= {p.name for p in work.iterdir()}
     assert [r["step"] for r in records(work)] == [1, 2] and all(0 < r["loss"] < 1e3 for r in records(work))
     assert re.search(r"^\s+mAP\s+mAP_50\s+mAP_75", output, re.MULTILINE) and "ZeRO-2" in output
     assert "4 = 1 x 2 accumulated x 2 ranks" in output
@@ -93,7 +126,9 @@ def test_the_saved_config_repeats_the_run_bit_for_bit(followed):
     assert read(folder / "again" / "eval.json") == read(folder / "work" / "eval.json")
     assert difference(*(saved_weights(folder / name)[0] for name in ("work", "again"))) == 0
     first, second = (read(folder / name / "config.json") for name in ("work", "again"))
-    assert first["run"].pop("work_dir") == str(folder / "work") and second["run"].pop("work_dir") == str(folder / "again")
+    assert first["run"].pop("work_dir") == str(folder / "work") and second["run"].pop("work_dir") == str(
+        folder / "again"
+    )
     assert first == second
 
 
@@ -111,7 +146,8 @@ def test_evaluating_the_checkpoint_on_one_rank_gives_the_runs_numbers(followed):
     for mine, other in zip(ours, theirs):
         assert mine["image_id"] == other["image_id"] and mine["score"] == pytest.approx(other["score"], abs=1e-5)
     assert sum(r["bbox"][2] * r["bbox"][3] for r in ours) == pytest.approx(
-        sum(r["bbox"][2] * r["bbox"][3] for r in theirs), rel=1e-4)
+        sum(r["bbox"][2] * r["bbox"][3] for r in theirs), rel=1e-4
+    )
 
 
 def test_inference_draws_every_image_and_writes_results_with_names(followed):
@@ -130,7 +166,9 @@ def test_inference_draws_every_image_and_writes_results_with_names(followed):
     evaluated = read(folder / "work" / "results.bbox.json")
     for photo in photos:
         ours = sorted(r["score"] for r in results if r["file_name"] == photo.name)
-        assert ours == pytest.approx(sorted(r["score"] for r in evaluated if r["image_id"] == int(photo.stem)), abs=1e-5)
+        assert ours == pytest.approx(
+            sorted(r["score"] for r in evaluated if r["image_id"] == int(photo.stem)), abs=1e-5
+        )
         drawn, plain = cv2.imread(str(folder / "found" / f"{photo.stem}.png")), cv2.imread(str(photo))
         factor = drawn.shape[0] // plain.shape[0]
         assert drawn.shape[:2] == (plain.shape[0] * factor, plain.shape[1] * factor)

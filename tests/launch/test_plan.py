@@ -21,24 +21,39 @@ ROOT = Path(__file__).parents[2]
 
 def _plan(*arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(ROOT / "launch" / "plan.py"), *arguments], capture_output=True, text=True,
-                          env=environment, timeout=300)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "plan.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
 
 
-QUICKSTART = ["--deepspeed_config", "quickstart", "--set", "train_batch_size=16", "--set", "train_micro_batch_size_per_gpu=2"]
+QUICKSTART = [
+    "--deepspeed_config",
+    "quickstart",
+    "--set",
+    "train_batch_size=16",
+    "--set",
+    "train_micro_batch_size_per_gpu=2",
+]
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["--world-size", "0"], "--world-size must be a whole number >= 1, got 0"),
-    (["--world-size", "8", "--gpu", "a100"], 'there is no card "a100" (did you mean'),
-    (["--world-size", "8", "--nodes", "3"], "--nodes must divide --world-size 8, got 3"),
-    (["--world-size", "7"], "train_batch_size 16 is not micro-batch 2 x accumulation 1 x 7 ranks"),
-    (["--world-size", "8", "--measured-step", "1", "--calibrate", "x"], "both say how fast the card is: give one"),
-    (["--world-size", "8", "--image-size", "big"], "--image-size is WIDTHxHEIGHT in pixels"),
-    (["--world-size", "8", "--calibrate", "nowhere"], "--calibrate nowhere: there is no metrics.jsonl in it"),
-    (["--world-size", "8", "--out", "/dev/null/plans"], "--out /dev/null/plans cannot be written: Not a directory"),
-    (["--world-size", "8", "--images", "0"], "--images must be a whole number >= 1, got 0"),
-])
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--world-size", "0"], "--world-size must be a whole number >= 1, got 0"),
+        (["--world-size", "8", "--gpu", "a100"], 'there is no card "a100" (did you mean'),
+        (["--world-size", "8", "--nodes", "3"], "--nodes must divide --world-size 8, got 3"),
+        (["--world-size", "7"], "train_batch_size 16 is not micro-batch 2 x accumulation 1 x 7 ranks"),
+        (["--world-size", "8", "--measured-step", "1", "--calibrate", "x"], "both say how fast the card is: give one"),
+        (["--world-size", "8", "--image-size", "big"], "--image-size is WIDTHxHEIGHT in pixels"),
+        (["--world-size", "8", "--calibrate", "nowhere"], "--calibrate nowhere: there is no metrics.jsonl in it"),
+        (["--world-size", "8", "--out", "/dev/null/plans"], "--out /dev/null/plans cannot be written: Not a directory"),
+        (["--world-size", "8", "--images", "0"], "--images must be a whole number >= 1, got 0"),
+    ],
+)
 def test_wrong_input_is_told(arguments, told):
     with pytest.raises(UserError) as error:
         plan.plan_run(plan.arguments().parse_args([*QUICKSTART, *arguments]))
@@ -57,8 +72,13 @@ def test_a_plan_has_memory_time_scaling_and_files(tmp_path, capsys):
     options = [*QUICKSTART, *small, "--world-size", "8", "--image-size", "128x128", "--out", str(tmp_path)]
     plan.plan_run(plan.arguments().parse_args(options))
     printed = capsys.readouterr().out
-    for part in ("model   tiny_retinanet, 3.1M parameters", "recommended: ", "<- this config", "GPU-hours",
-                 "hours by GPUs and batch size"):
+    for part in (
+        "model   tiny_retinanet, 3.1M parameters",
+        "recommended: ",
+        "<- this config",
+        "GPU-hours",
+        "hours by GPUs and batch size",
+    ):
         assert part in printed
     written = json.loads((tmp_path / "plan.json").read_text())
     assert {row["stage"] for row in written["memory"]} == {0, 1, 2, 3}
@@ -70,9 +90,15 @@ def test_a_plan_has_memory_time_scaling_and_files(tmp_path, capsys):
 def test_a_run_whose_data_is_elsewhere_calibrates_with_what_is_given(tmp_path, monkeypatch):
     """The number of images and the size of the planned run hold for the calibrating one too."""
     split = {"annotations": "nowhere.json", "images": "nowhere"}
-    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1,
-              "detector": {"config": "tiny_retinanet"}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-              "data": {"train": split, "val": split}, "schedule": {"epochs": 1}}
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "detector": {"config": "tiny_retinanet"},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "data": {"train": split, "val": split},
+        "schedule": {"epochs": 1},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
     seen = []

@@ -11,13 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
-from engine.checkpoints.finding import find_checkpoint
+from test_end_to_end import LAUNCH, run
 from tiny_run import merged
 from tiny_run import saved_weights as weights
-from test_end_to_end import LAUNCH, run
 
-LONG = {"zero_optimization": {"stage": 2}, "schedule": {"steps": 4000}, "data": {"workers": 1},
-        "run": {"checkpoint_interval": None}}
+from engine.checkpoints.finding import find_checkpoint
+
+LONG = {
+    "zero_optimization": {"stage": 2},
+    "schedule": {"steps": 4000},
+    "data": {"workers": 1},
+    "run": {"checkpoint_interval": None},
+}
 DEEPSPEED = Path(sys.executable).with_name("deepspeed")
 
 
@@ -31,8 +36,15 @@ def folder(tmp_path_factory):
 def start(folder: Path, *command) -> subprocess.Popen:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *map(str, command)], cwd=folder, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def wait_for_steps(process: subprocess.Popen, work: Path, count: int) -> None:
@@ -88,8 +100,19 @@ def test_a_used_work_dir_is_refused_with_the_two_choices(stopped, folder):
 def test_a_run_goes_on_from_its_folder_alone_on_two_ranks(stopped, folder):
     work, _, _ = stopped
     step = find_checkpoint(work).step
-    output = run(DEEPSPEED, "--num_accelerators", 2, "--master_port", 29731, LAUNCH / "train.py", "--resume", "work",
-                 "--set", f"schedule.steps={step + 2}", folder=folder)
+    output = run(
+        DEEPSPEED,
+        "--num_accelerators",
+        2,
+        "--master_port",
+        29731,
+        LAUNCH / "train.py",
+        "--resume",
+        "work",
+        "--set",
+        f"schedule.steps={step + 2}",
+        folder=folder,
+    )
     assert f"resume  {work}/checkpoints/step-{step:06d} (ZeRO-2, 1 ranks, float32), step {step} of {step + 2}" in output
     assert f"changed, from here on   schedule.steps: 4000 -> {step + 2}" in output
     assert "changed, same result    gradient_accumulation_steps: 4 -> 2" in output
@@ -99,8 +122,18 @@ def test_a_run_goes_on_from_its_folder_alone_on_two_ranks(stopped, folder):
 
 
 def test_a_second_signal_ends_the_run_at_once(folder):
-    process = start(folder, LAUNCH / "train.py", "--config", "long.json", "--work-dir", "second",
-                    "--set", "gradient_accumulation_steps=4000", "--set", "train_batch_size=4000")
+    process = start(
+        folder,
+        LAUNCH / "train.py",
+        "--config",
+        "long.json",
+        "--work-dir",
+        "second",
+        "--set",
+        "gradient_accumulation_steps=4000",
+        "--set",
+        "train_batch_size=4000",
+    )
     time.sleep(1)
     deadline = time.monotonic() + 240
     while not (folder / "second" / "config.json").exists() and time.monotonic() < deadline:
@@ -116,8 +149,19 @@ def test_a_second_signal_ends_the_run_at_once(folder):
 
 
 def test_a_signal_to_all_processes_of_the_launcher_is_one_signal(folder):
-    process = start(folder, DEEPSPEED, "--num_accelerators", 2, "--master_port", 29732, LAUNCH / "train.py",
-                    "--config", "long.json", "--work-dir", "group")
+    process = start(
+        folder,
+        DEEPSPEED,
+        "--num_accelerators",
+        2,
+        "--master_port",
+        29732,
+        LAUNCH / "train.py",
+        "--config",
+        "long.json",
+        "--work-dir",
+        "group",
+    )
     wait_for_steps(process, folder / "group", 3)
     os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
@@ -132,9 +176,11 @@ def test_a_signal_to_all_processes_of_the_launcher_is_one_signal(folder):
 
 
 def test_resume_without_a_run_is_said(folder):
-    for command, sentence in ((["--resume", "nowhere"], "nowhere does not exist"),
-                              (["--config", "long.json", "--resume"], "--resume does not say which run"),
-                              ([], "--deepspeed_config is needed, or --resume with the folder of a run")):
+    for command, sentence in (
+        (["--resume", "nowhere"], "nowhere does not exist"),
+        (["--config", "long.json", "--resume"], "--resume does not say which run"),
+        ([], "--deepspeed_config is needed, or --resume with the folder of a run"),
+    ):
         process = start(folder, LAUNCH / "train.py", *command)
         output = process.communicate(timeout=120)[0]
         assert process.returncode == 2 and sentence in output and "Traceback" not in output, output

@@ -15,20 +15,41 @@ ROOT = Path(__file__).resolve().parents[2]
 
 STUDY = {
     "config": "shapes_faster_rcnn",
-    "set": ["detector.config=micro_faster_rcnn", "data.shapes.train_images=24", "data.shapes.val_images=8",
-            "data.shapes.image_size=64", "data.scale=[64, 64]", "data.workers=0", "run.max_nonfinite=1"],
-    "batches": [4, 8], "micro_batch": 2, "knee": 4, "epochs": 1, "seeds": [0, 1], "sweep": [1],
+    "set": [
+        "detector.config=micro_faster_rcnn",
+        "data.shapes.train_images=24",
+        "data.shapes.val_images=8",
+        "data.shapes.image_size=64",
+        "data.scale=[64, 64]",
+        "data.workers=0",
+        "run.max_nonfinite=1",
+    ],
+    "batches": [4, 8],
+    "micro_batch": 2,
+    "knee": 4,
+    "epochs": 1,
+    "seeds": [0, 1],
+    "sweep": [1],
     "start": {"method": "AGVM+SGD", "epochs": 0.5, "set": ["optimizer.params.tau=1"]},
-    "methods": {"AGVM+SGD": {"type": "AGVMSGD", "lr": 0.01, "params": {"momentum": 0.9}},
-                "wild": {"type": "SGD", "lr": 1e30}, "wilder": {"type": "SGD", "lr": 1e30, "growth": "linear"}}}
+    "methods": {
+        "AGVM+SGD": {"type": "AGVMSGD", "lr": 0.01, "params": {"momentum": 0.9}},
+        "wild": {"type": "SGD", "lr": 1e30},
+        "wilder": {"type": "SGD", "lr": 1e30, "growth": "linear"},
+    },
+}
 
 
 def begin(tmp_path, *arguments, **changes):
     path = tmp_path / "study.json"
     path.write_text(json.dumps({**STUDY, **changes}))
-    return subprocess.Popen([sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
-                            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "STUDY_OF": str(tmp_path)},
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "STUDY_OF": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def family(tmp_path):
@@ -55,14 +76,21 @@ def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "4 are done" in whole.stdout and "start " not in whole.stdout and whole.stdout.count("AGVM+SGD batch") == 0
     # At the knee both wild rules have the same rate: that run is made once. Beyond it they differ.
-    assert whole.stdout.count("wilder batch 4 lr x1 seed 0: the same run as wild batch 4 lr x1 seed 0, taken from there") == 1
+    assert (
+        whole.stdout.count("wilder batch 4 lr x1 seed 0: the same run as wild batch 4 lr x1 seed 0, taken from there")
+        == 1
+    )
     assert whole.stdout.count(": diverged") == 6 and whole.stdout.count("taken from there") == 2
     assert "| wild | NaN | NaN |" in whole.stdout and "| wilder | NaN | NaN |" in whole.stdout
     out = tmp_path / "out"
     assert "NaN" in (out / "study.html").read_text() and (out / "variance-AGVM+SGD.png").exists()
     # Different seeds give different runs, the same seed the same start.
-    scores = [json.loads((out / "AGVM+SGD" / f"batch-4-lr-x1-seed{seed}" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
-              for seed in (0, 1)]
+    scores = [
+        json.loads((out / "AGVM+SGD" / f"batch-4-lr-x1-seed{seed}" / "metrics.jsonl").read_text().splitlines()[0])[
+            "loss"
+        ]
+        for seed in (0, 1)
+    ]
     assert scores[0] != scores[1]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_run import TINY, merged, train_tiny
 
 from engine.config import ConfigError, parse_config
 from engine.config.schema import DetectorConfig, ParamwiseConfig
@@ -10,7 +11,6 @@ from engine.detector import build_detector
 from engine.mmdet_setup import import_mmdet
 from engine.optim.param_groups import param_groups
 from engine.zero.partitioned_build import initialise
-from tiny_run import TINY, merged, train_tiny
 
 import_mmdet()
 from mmdet.structures import DetDataSample  # noqa: E402
@@ -19,12 +19,23 @@ from mmengine.structures import InstanceData  # noqa: E402
 CLASSES = Classes(("a", "b", "c"), (), (1, 2, 3))
 PANOPTIC = Classes(("a", "b", "c"), ("d",), (1, 2, 3, 4))
 SIZE = (96, 128)
-FASTER = {"backbone.depth": 18, "backbone.base_channels": 8, "backbone.norm_eval": False, "backbone.frozen_stages": -1,
-          "neck.in_channels": [8, 16, 32, 64], "neck.out_channels": 16, "rpn_head.in_channels": 16,
-          "rpn_head.feat_channels": 16, "roi_head.bbox_roi_extractor.out_channels": 16, "roi_head.bbox_head.in_channels": 16,
-          "roi_head.bbox_head.fc_out_channels": 32}
-CONFIGS = {"retinanet": ("tiny_retinanet", TINY["detector"]["options"]),
-           "faster_rcnn": ("mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", FASTER)}
+FASTER = {
+    "backbone.depth": 18,
+    "backbone.base_channels": 8,
+    "backbone.norm_eval": False,
+    "backbone.frozen_stages": -1,
+    "neck.in_channels": [8, 16, 32, 64],
+    "neck.out_channels": 16,
+    "rpn_head.in_channels": 16,
+    "rpn_head.feat_channels": 16,
+    "roi_head.bbox_roi_extractor.out_channels": 16,
+    "roi_head.bbox_head.in_channels": 16,
+    "roi_head.bbox_head.fc_out_channels": 32,
+}
+CONFIGS = {
+    "retinanet": ("tiny_retinanet", TINY["detector"]["options"]),
+    "faster_rcnn": ("mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", FASTER),
+}
 
 
 def build(kind="retinanet", *, options=None, frozen=(), **ablation):
@@ -40,10 +51,14 @@ def batch(images=2):
     generator = torch.Generator().manual_seed(1)
     samples = []
     for _ in range(images):
-        data = DetDataSample(metainfo=dict(img_shape=SIZE, pad_shape=SIZE, batch_input_shape=SIZE, ori_shape=SIZE,
-                                           scale_factor=(1.0, 1.0)))
-        data.gt_instances = InstanceData(bboxes=torch.tensor([[10.0, 10, 50, 60], [60, 30, 110, 90]]),
-                                         labels=torch.tensor([0, 2]))
+        data = DetDataSample(
+            metainfo=dict(
+                img_shape=SIZE, pad_shape=SIZE, batch_input_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0)
+            )
+        )
+        data.gt_instances = InstanceData(
+            bboxes=torch.tensor([[10.0, 10, 50, 60], [60, 30, 110, 90]]), labels=torch.tensor([0, 2])
+        )
         samples.append(data)
     return torch.randn(images, 3, *SIZE, generator=generator), samples
 
@@ -51,8 +66,12 @@ def batch(images=2):
 def total_loss(model, seed=0):
     """The sum that is trained on, and its parts."""
     torch.manual_seed(seed)
-    parts = [part.sum() for name, value in model.loss(*batch()).items() if "loss" in name
-             for part in (value if isinstance(value, (list, tuple)) else [value])]
+    parts = [
+        part.sum()
+        for name, value in model.loss(*batch()).items()
+        if "loss" in name
+        for part in (value if isinstance(value, (list, tuple)) else [value])
+    ]
     return sum(parts), parts
 
 
@@ -65,9 +84,16 @@ def touched(module):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("ablation", [
-    {"no_fpn": True}, {"independent_heads": True}, {"ignored_pixels": 0.75},
-    {"no_fpn": True, "independent_heads": True, "ignored_pixels": 0.75}], ids=lambda a: "+".join(a))
+@pytest.mark.parametrize(
+    "ablation",
+    [
+        {"no_fpn": True},
+        {"independent_heads": True},
+        {"ignored_pixels": 0.75},
+        {"no_fpn": True, "independent_heads": True, "ignored_pixels": 0.75},
+    ],
+    ids=lambda a: "+".join(a),
+)
 def test_every_ablation_trains_every_module(kind, ablation):
     model = build(kind, **ablation)
     loss, parts = total_loss(model)
@@ -88,8 +114,13 @@ def test_without_a_pyramid_there_is_one_level_with_all_anchors(kind, stride):
     assert [p.shape for p in bare.neck.parameters()] == [(16, 64, 1, 1), (16,)]
 
     def sizes(model):
-        return sorted({tuple(round(v, 2) for v in (b[2:] - b[:2]).tolist())
-                       for base in dense_head(model).prior_generator.base_anchors for b in base})
+        return sorted(
+            {
+                tuple(round(v, 2) for v in (b[2:] - b[:2]).tolist())
+                for base in dense_head(model).prior_generator.base_anchors
+                for b in base
+            }
+        )
 
     assert sizes(bare) == sizes(plain)
     if kind == "faster_rcnn":
@@ -150,7 +181,9 @@ def gradients_of_scores(share, seed=0):
 
 def test_three_quarters_of_the_pixels_are_ignored_whole_and_anew_every_time():
     def without(levels, every):
-        return torch.cat([(level == 0).all(-1).flatten() if every else (level == 0).any(-1).flatten() for level in levels])
+        return torch.cat(
+            [(level == 0).all(-1).flatten() if every else (level == 0).any(-1).flatten() for level in levels]
+        )
 
     plain, first, second = (gradients_of_scores(share, seed) for share, seed in ((0.0, 0), (0.75, 0), (0.75, 1)))
     assert without(plain, every=True).float().mean() < 0.02
@@ -188,34 +221,78 @@ def test_a_frozen_head_is_trained_through_and_has_no_module():
     assert {group["module"] for group in groups} == {"backbone", "neck", "rpn_head"}
 
 
-@pytest.mark.parametrize("name, options, task, ablation, words", [
-    ("uninet_tiny_htcx", {}, "instance", {"no_fpn": True},
-     "detector.ablation.no_fpn takes mmdet's FPN away, but the neck of this detector is HTCXPyramid"),
-    ("mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", {}, "panoptic", {"no_fpn": True},
-     "detector.ablation.no_fpn leaves one level, but the semantic head of this detector joins several"),
-    ("mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py", {}, "detection", {"no_fpn": True}, "this detector has no such anchors"),
-    ("mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py", {}, "detection", {"ignored_pixels": 0.5},
-     "detector.ablation.independent_heads and ignored_pixels are made for RetinaHead and RPNHead, but the bbox_head of this "
-     "detector is FCOSHead"),
-    ("tiny_retinanet", {"bbox_head": None}, "detection", {"ignored_pixels": 0.5}, "but the bbox_head of this detector is None"),
-    ("tiny_retinanet", {"bbox_head": None}, "detection", {"no_fpn": True}, "this detector has no such anchors"),
-    ("tiny_retinanet", {"backbone": {"_delete_": True, "type": "TimmBackbone", "model_name": "resnet10t"},
-                        "neck.in_channels": [64, 128, 256, 512]}, "detection", {"no_fpn": True},
-     "detector.ablation.no_fpn keeps the last of the maps that the backbone's out_indices name, but this detector leaves them "
-     'out: give them in detector.options, such as "backbone.out_indices": [0, 1, 2, 3]'),
-])
+@pytest.mark.parametrize(
+    "name, options, task, ablation, words",
+    [
+        (
+            "uninet_tiny_htcx",
+            {},
+            "instance",
+            {"no_fpn": True},
+            "detector.ablation.no_fpn takes mmdet's FPN away, but the neck of this detector is HTCXPyramid",
+        ),
+        (
+            "mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py",
+            {},
+            "panoptic",
+            {"no_fpn": True},
+            "detector.ablation.no_fpn leaves one level, but the semantic head of this detector joins several",
+        ),
+        (
+            "mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py",
+            {},
+            "detection",
+            {"no_fpn": True},
+            "this detector has no such anchors",
+        ),
+        (
+            "mmdet::fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py",
+            {},
+            "detection",
+            {"ignored_pixels": 0.5},
+            "detector.ablation.independent_heads and ignored_pixels are made for RetinaHead and RPNHead, but the bbox_head of this "
+            "detector is FCOSHead",
+        ),
+        (
+            "tiny_retinanet",
+            {"bbox_head": None},
+            "detection",
+            {"ignored_pixels": 0.5},
+            "but the bbox_head of this detector is None",
+        ),
+        ("tiny_retinanet", {"bbox_head": None}, "detection", {"no_fpn": True}, "this detector has no such anchors"),
+        (
+            "tiny_retinanet",
+            {
+                "backbone": {"_delete_": True, "type": "TimmBackbone", "model_name": "resnet10t"},
+                "neck.in_channels": [64, 128, 256, 512],
+            },
+            "detection",
+            {"no_fpn": True},
+            "detector.ablation.no_fpn keeps the last of the maps that the backbone's out_indices name, but this detector leaves them "
+            'out: give them in detector.options, such as "backbone.out_indices": [0, 1, 2, 3]',
+        ),
+    ],
+)
 def test_an_ablation_that_does_not_fit_is_refused(name, options, task, ablation, words):
     with pytest.raises(ConfigError) as caught:
-        build_detector(DetectorConfig(config=name, options=options, ablation=ablation),
-                       PANOPTIC if task == "panoptic" else CLASSES, task)
+        build_detector(
+            DetectorConfig(config=name, options=options, ablation=ablation),
+            PANOPTIC if task == "panoptic" else CLASSES,
+            task,
+        )
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("ablation, sentence", [
-    ({"ignored_pixels": 1.0}, "detector.ablation.ignored_pixels must be below 1.0, got 1.0"),
-    ({"ignored_pixels": -0.1}, "detector.ablation.ignored_pixels must be at least 0.0, got -0.1"),
-    ({"no_fpm": True}, 'unknown key "detector.ablation.no_fpm" (did you mean "no_fpn"?)'),
-    ({"no_fpn": 1}, "detector.ablation.no_fpn must be true or false, got 1")])
+@pytest.mark.parametrize(
+    "ablation, sentence",
+    [
+        ({"ignored_pixels": 1.0}, "detector.ablation.ignored_pixels must be below 1.0, got 1.0"),
+        ({"ignored_pixels": -0.1}, "detector.ablation.ignored_pixels must be at least 0.0, got -0.1"),
+        ({"no_fpm": True}, 'unknown key "detector.ablation.no_fpm" (did you mean "no_fpn"?)'),
+        ({"no_fpn": 1}, "detector.ablation.no_fpn must be true or false, got 1"),
+    ],
+)
 def test_a_wrong_ablation_says_what_is_allowed(ablation, sentence):
     with pytest.raises(ConfigError) as caught:
         parse_config(merged({"detector": {"ablation": ablation}}))
@@ -224,8 +301,13 @@ def test_a_wrong_ablation_says_what_is_allowed(ablation, sentence):
 
 def test_a_classifier_has_no_ablations():
     with pytest.raises(ConfigError, match="detector.ablation is for detectors"):
-        parse_config({**TINY, "detector": {"config": "timm::resnet10t", "ablation": {"no_fpn": True}},
-                      "data": {"dataset": "shapes", "task": "classification"}})
+        parse_config(
+            {
+                **TINY,
+                "detector": {"config": "timm::resnet10t", "ablation": {"no_fpn": True}},
+                "data": {"dataset": "shapes", "task": "classification"},
+            }
+        )
 
 
 def _train(changes):
@@ -236,9 +318,11 @@ def _train(changes):
 def test_the_ablated_detector_trains_with_agvm_alike_on_one_rank_and_two(ranks):
     """Random pixels belong to the micro-batch, whoever computes it."""
     # With a pyramid: of the nine pixels of one level, a half batch may keep none that has an object.
-    changes = {"detector": {"ablation": {"independent_heads": True, "ignored_pixels": 0.75}},
-               "zero_optimization": {"stage": 2}, "optimizer": {"type": "AGVMSGD", "params": {
-                   "lr": 0.01, "tau": 1, "start_step": 0, "anchor": "bbox_head"}}}
+    changes = {
+        "detector": {"ablation": {"independent_heads": True, "ignored_pixels": 0.75}},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AGVMSGD", "params": {"lr": 0.01, "tau": 1, "start_step": 0, "anchor": "bbox_head"}},
+    }
     one, two = (ranks.run(_train, world, changes)[0] for world in (1, 2))
     assert [record["step"] for record in one["records"]] == [1, 2, 3]
     for a, b in zip(one["records"], two["records"]):

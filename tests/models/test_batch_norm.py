@@ -14,7 +14,10 @@ CHANNELS = 5
 def batch(sizes, seed=0):
     """Maps with means far from zero: E[x^2] - E[x]^2 would lose them."""
     generator = torch.Generator().manual_seed(seed)
-    scale, shift = torch.randn(CHANNELS, 1, 1, generator=generator), 100 * torch.randn(CHANNELS, 1, 1, generator=generator)
+    scale, shift = (
+        torch.randn(CHANNELS, 1, 1, generator=generator),
+        100 * torch.randn(CHANNELS, 1, 1, generator=generator),
+    )
     return torch.randn(sum(sizes), CHANNELS, 3, 4, generator=generator) * scale + shift
 
 
@@ -72,7 +75,7 @@ def normalise_share(sizes, options):
 
     rank = distributed.rank()
     layer = converted(norm(**options), synchronise=True)
-    share = slice(sum(sizes[:rank]), sum(sizes[:rank + 1]))
+    share = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     results = [run(layer, batch(sizes, step)[share], gradient(sizes, step)[share]) for step in range(2)]
     layer.eval()
     # Ranks see different numbers of images in evaluation: nothing may wait for the others there.
@@ -102,8 +105,13 @@ def test_over_ranks_it_is_one_batch_norm_of_the_joined_batch(ranks, sizes):
                     value = got[0][key]
                     assert all(torch.equal(g[key], value) for g in got[1:]), key
                 scale = float(expected[key].abs().max()) or 1.0
-                torch.testing.assert_close(value.double(), expected[key].double(), rtol=1e-4, atol=1e-4 * scale,
-                                           msg=lambda text: f"{key} {options} step {step}: {text}")
+                torch.testing.assert_close(
+                    value.double(),
+                    expected[key].double(),
+                    rtol=1e-4,
+                    atol=1e-4 * scale,
+                    msg=lambda text: f"{key} {options} step {step}: {text}",
+                )
 
 
 def test_statistics_stay_fp32_in_a_half_precision_model():

@@ -44,14 +44,23 @@ def sample(size=(96, 128), boxes=((10, 10, 50, 60), (60, 30, 110, 90)), labels=(
     for mask, (x, y, x2, y2) in zip(masks, boxes.int().tolist()):
         mask[y:y2, x:x2] = 1
     data = DetDataSample(metainfo=shape)
-    data.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor(labels, dtype=torch.long),
-                                     masks=BitmapMasks(masks.numpy().astype("uint8"), *size))
+    data.gt_instances = InstanceData(
+        bboxes=boxes,
+        labels=torch.tensor(labels, dtype=torch.long),
+        masks=BitmapMasks(masks.numpy().astype("uint8"), *size),
+    )
     return data
 
 
-@pytest.mark.parametrize("name, task, total", [
-    ("uninet_g_htcx", "instance", 1140.1), ("uninet_g_htcx_o365", "detection", 1137.2),
-    ("uninet_b1_htcx", "instance", 14.1), ("uninet_tiny_htcx", "instance", 2.8)])
+@pytest.mark.parametrize(
+    "name, task, total",
+    [
+        ("uninet_g_htcx", "instance", 1140.1),
+        ("uninet_g_htcx_o365", "detection", 1137.2),
+        ("uninet_b1_htcx", "instance", 14.1),
+        ("uninet_tiny_htcx", "instance", 2.8),
+    ],
+)
 def test_zoo_detectors_and_their_size(name, task, total):
     with torch.device("meta"):
         model = build_detector(DetectorConfig(config=name), COCO, task)
@@ -73,7 +82,7 @@ def test_zoo_detectors_and_their_size(name, task, total):
 def test_the_papers_pyramid_at_small_and_odd_sizes(size):
     """P3 to P8 of a tiny network: the shorter side of 400 pixels has two at P8."""
     model = build(**{"neck.num_outs": 6, "rpn_head.anchor_generator.strides": [8, 16, 32, 64, 128, 256]}).eval()
-    height, width = (-(-side // 32) * 32 for side in size)                       # as the preprocessor pads
+    height, width = (-(-side // 32) * 32 for side in size)  # as the preprocessor pads
     with torch.no_grad():
         maps = model.extract_feat(torch.randn(1, 3, height, width))
         found = model.predict(torch.randn(1, 3, height, width), [sample((height, width))])
@@ -118,7 +127,9 @@ def test_without_any_region_every_head_is_entered_and_every_loss_is_there():
     maps = model.extract_feat(torch.randn(1, 3, 96, 128))
     nothing = sample(boxes=(), labels=())
     losses = model.roi_head.loss(maps, [InstanceData(bboxes=torch.zeros(0, 4), scores=torch.zeros(0))], [nothing])
-    assert len(entered) == 4 and {"s0.loss_cls", "s1.loss_cls", "s2.loss_cls", "s2.loss_bbox", "loss_mask"} <= set(losses)
+    assert len(entered) == 4 and {"s0.loss_cls", "s1.loss_cls", "s2.loss_cls", "s2.loss_bbox", "loss_mask"} <= set(
+        losses
+    )
     sum(value for name, value in losses.items() if "loss" in name).backward()
 
 
@@ -133,7 +144,7 @@ def test_box_only_mode_has_no_masks():
 
 def test_context_is_added_to_the_regions_of_its_own_image():
     model = build().eval()
-    head, maps = model.roi_head, [torch.randn(2, 64, 12 // 2 ** i + 1, 16 // 2 ** i) for i in range(4)]
+    head, maps = model.roi_head, [torch.randn(2, 64, 12 // 2**i + 1, 16 // 2**i) for i in range(4)]
     rois = torch.tensor([[1.0, 5, 5, 50, 60], [0, 20, 8, 60, 60], [1, 3, 3, 9, 9]])
     with torch.no_grad():
         with_context, scores = head._with_context(maps)
@@ -143,7 +154,7 @@ def test_context_is_added_to_the_regions_of_its_own_image():
         assert torch.equal(head._region_features(extractor, with_context, rois), expected)
         assert not torch.allclose(with_context.context[0], with_context.context[1])
         assert scores.shape == (2, 3)
-        by_hand = head.context_head([maps[3]])[0]                                 # it reads P6
+        by_hand = head.context_head([maps[3]])[0]  # it reads P6
         assert torch.equal(scores, by_hand)
 
 
@@ -159,15 +170,18 @@ def test_the_mask_head_trains_on_the_last_stage_only():
     heavy = model.loss(torch.zeros(1, 3, 96, 128), [sample()])["loss_mask"]
     model.roi_head.mask_loss_weight = 1.0
     torch.manual_seed(5)
-    assert heavy.item() == pytest.approx(3 * model.loss(torch.zeros(1, 3, 96, 128), [sample()])["loss_mask"].item(), rel=1e-4)
+    assert heavy.item() == pytest.approx(
+        3 * model.loss(torch.zeros(1, 3, 96, 128), [sample()])["loss_mask"].item(), rel=1e-4
+    )
     assert {name for name in losses if "mask" in name} == {"loss_mask"}
 
 
 @pytest.mark.parametrize("pooling", ["mean", "token", "flatten"])
 def test_box_head_towers_are_apart(pooling):
     torch.manual_seed(0)
-    head = DecoupledTransformerBoxHead(cls_depth=1, reg_depth=2, num_heads=4, pooling=pooling, in_channels=32,
-                                       num_classes=5)
+    head = DecoupledTransformerBoxHead(
+        cls_depth=1, reg_depth=2, num_heads=4, pooling=pooling, in_channels=32, num_classes=5
+    )
     head.init_weights()
     scores, deltas = head(torch.randn(3, 32, 7, 7))
     assert scores.shape == (3, 6) and deltas.shape == (3, 4)
@@ -206,9 +220,12 @@ def test_soft_nms_and_bf16():
 def test_wrong_options_are_one_sentence():
     from engine.config.errors import ConfigError
 
-    for options, words in (({"roi_head.bbox_head.pooling": "max"}, "pooling is one of"),
-                           ({"roi_head.target_stds": [[0.1] * 4]}, "target_stds needs"),
-                           ({"backbone.arch": "h"}, 'no arch "h"'), ({"neck.out_channels": 60}, "divide by 16")):
+    for options, words in (
+        ({"roi_head.bbox_head.pooling": "max"}, "pooling is one of"),
+        ({"roi_head.target_stds": [[0.1] * 4]}, "target_stds needs"),
+        ({"backbone.arch": "h"}, 'no arch "h"'),
+        ({"neck.out_channels": 60}, "divide by 16"),
+    ):
         with pytest.raises(ConfigError, match=words):
             build(**options)
 

@@ -6,14 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import models  # noqa: F401  puts the kernels in place, and so comes before mmcv.ops and mmdet
-
 import mmcv.ops
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import models  # noqa: F401  puts the kernels in place, and so comes before mmcv.ops and mmdet
 from models import mmcv_kernels
 
 ROOT = Path(mmcv_kernels.__file__).parents[2]

@@ -67,8 +67,10 @@ def test_with_zero_offsets_a_deformable_conv_is_a_conv(stride, groups, size):
     want = F.conv2d(x, layer.weight, stride=stride, padding=1)
     close(layer(x), want)
     assert layer(x).shape[2:] == ((size[0] + stride - 1) // stride, (size[1] + stride - 1) // stride)
-    close(torch.autograd.grad(layer(x).square().sum(), [x, layer.weight]),
-          torch.autograd.grad(want.square().sum(), [x, layer.weight]))
+    close(
+        torch.autograd.grad(layer(x).square().sum(), [x, layer.weight]),
+        torch.autograd.grad(want.square().sum(), [x, layer.weight]),
+    )
     close(layer(x, deform=False), want)
 
 
@@ -81,7 +83,7 @@ def test_offsets_move_the_taps_of_their_group():
         down_then_right[0, :, 0] = 1
         down_then_right[1, :, 1] = 1
     [x] = maps([(8, 9)])
-    moved = torch.cat([F.pad(x[:, : C // 2, 1:], (0, 0, 0, 1)), F.pad(x[:, C // 2:, :, 1:], (0, 1))], 1)
+    moved = torch.cat([F.pad(x[:, : C // 2, 1:], (0, 0, 0, 1)), F.pad(x[:, C // 2 :, :, 1:], (0, 1))], 1)
     inner = (..., slice(1, -1), slice(1, -1))
     close(layer(x)[inner], F.conv2d(moved, layer.weight, padding=1)[inner])
     close(layer(x, deform=False), F.conv2d(x, layer.weight, padding=1))
@@ -107,8 +109,9 @@ def test_an_offset_that_is_not_a_number_shows_where_it_is():
     want = layer(x)
     at = torch.zeros(2, 1, 8, 9, dtype=torch.bool)
     at[0, :, 2, 3] = at[1, :, 7, 0] = True
-    layer.offset.register_forward_hook(lambda module, args, offset: offset.where(
-        ~(at & (torch.arange(18) == 4).view(-1, 1, 1)), torch.nan))
+    layer.offset.register_forward_hook(
+        lambda module, args, offset: offset.where(~(at & (torch.arange(18) == 4).view(-1, 1, 1)), torch.nan)
+    )
     y = layer(x)
     assert torch.equal(y.isnan(), at.expand_as(y))
     close(y[~y.isnan()], want[~y.isnan()])
@@ -163,8 +166,16 @@ def test_sepc_at_one_level_is_a_row_of_plain_convs():
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["batch", "running"])
-@pytest.mark.parametrize("sizes", [[(8, 12), (4, 6), (2, 3)], [(13, 22), (7, 11), (4, 6), (2, 3), (1, 2)],
-                                   [(5, 3), (3, 2), (2, 1), (1, 1)], [(5, 4)]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(8, 12), (4, 6), (2, 3)],
+        [(13, 22), (7, 11), (4, 6), (2, 3), (1, 2)],
+        [(5, 3), (3, 2), (2, 1), (1, 1)],
+        [(5, 4)],
+    ],
+    ids=str,
+)
 def test_a_pyramid_conv_is_its_equation_with_one_norm_for_all_levels(sizes, training):
     conv = PyramidConv(C).double().train(training)
     xs = maps(sizes)
@@ -219,7 +230,7 @@ def fuse_by_hand(fusion, a, b, attention=None):
 
 
 def attention_by_hand(fusion, c, u):
-    logits = fusion.temperature / C ** 0.5 * F.conv2d(torch.cat([c, u], 1), fusion.attend.weight, padding=1)
+    logits = fusion.temperature / C**0.5 * F.conv2d(torch.cat([c, u], 1), fusion.attend.weight, padding=1)
     exp = logits.exp()
     return exp / exp.mean((2, 3), keepdim=True)
 
@@ -233,8 +244,9 @@ def revfp_by_hand(revfp, c3, c4, c5):
     return [p3, p4, fuse_by_hand(upper[1], c5, F.max_pool2d(p4, 2, ceil_mode=True))]
 
 
-@pytest.mark.parametrize("sizes", [[(8, 12), (4, 6), (2, 3)], [(13, 22), (7, 11), (4, 6)], [(3, 5), (2, 3), (1, 2)]],
-                         ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[(8, 12), (4, 6), (2, 3)], [(13, 22), (7, 11), (4, 6)], [(3, 5), (2, 3), (1, 2)]], ids=str
+)
 def test_revfp_is_its_equations(sizes):
     revfp = randomised(RevFP(C))
     xs = maps(sizes)
@@ -295,19 +307,30 @@ def csn_by_hand(csn, xs, middle):
     common = [F.adaptive_max_pool2d(x, size) if i <= middle else bilinear(x, xs[middle]) for i, x in enumerate(xs)]
     ys = []
     for i, mix in enumerate(csn.mix):
-        moved = [common[(i + step) % levels][:, g:g + 1] for g, step in enumerate((1, -1, 2, -2))]
+        moved = [common[(i + step) % levels][:, g : g + 1] for g, step in enumerate((1, -1, 2, -2))]
         hidden = F.conv2d(torch.cat([*moved, common[i]], 1), mix[0].weight)
         hidden = normalised(hidden) * mix[1].weight.view(-1, 1, 1) + mix[1].bias.view(-1, 1, 1)
         ys.append(common[i] + F.conv2d(hidden.relu(), mix[3].weight, mix[3].bias))
     context = context_by_hand(csn.spatial_context, (sum(ys) / levels).flatten(2))
     context = context + context_by_hand(csn.scale_context, torch.stack([y.mean((2, 3)) for y in ys], 2))
     ys = [y + context[:, :, None, None] for y in ys]
-    return [x + (bilinear(y, x) if i < middle else F.adaptive_max_pool2d(y, x.shape[2:]))
-            for i, (x, y) in enumerate(zip(xs, ys))]
+    return [
+        x + (bilinear(y, x) if i < middle else F.adaptive_max_pool2d(y, x.shape[2:]))
+        for i, (x, y) in enumerate(zip(xs, ys))
+    ]
 
 
-@pytest.mark.parametrize("sizes", [[(8, 12), (4, 6), (2, 3)], [(13, 22), (7, 11), (4, 6)], [(5, 4)], [(7, 3), (4, 2)],
-                                   [(17, 9), (9, 5), (5, 3), (3, 2), (2, 1)]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(8, 12), (4, 6), (2, 3)],
+        [(13, 22), (7, 11), (4, 6)],
+        [(5, 4)],
+        [(7, 3), (4, 2)],
+        [(17, 9), (9, 5), (5, 3), (3, 2), (2, 1)],
+    ],
+    ids=str,
+)
 def test_csn_is_its_equations(sizes):
     csn = randomised(CrossScaleShift(C, len(sizes)))
     xs = maps(sizes)
@@ -344,8 +367,9 @@ WIDTHS = [16, 24, 40]
 
 
 def pyramid(**options):
-    neck = MODELS.build(dict(type="HTCXPyramid", **{"in_channels": WIDTHS, "out_channels": C, "sepc_depth": 2,
-                                                    **options}))
+    neck = MODELS.build(
+        dict(type="HTCXPyramid", **{"in_channels": WIDTHS, "out_channels": C, "sepc_depth": 2, **options})
+    )
     neck.init_weights()
     return neck
 
@@ -409,7 +433,10 @@ def test_parts_can_be_left_out():
     names = {name.split(".")[0] for name, _ in neck.named_parameters()}
     assert names == {"laterals"}
     assert {name.split(".")[0] for name, _ in pyramid(revfp=False, sepc_depth=0).named_parameters()} == {
-        "laterals", "shift", "extra"}
+        "laterals",
+        "shift",
+        "extra",
+    }
 
 
 def test_wrong_numbers_of_maps_are_refused():
@@ -494,4 +521,4 @@ def test_init_weights_sets_every_parameter():
         else:
             fan_in = value[0].numel()
             assert abs(value.mean()) < 5 * (fan_in * value.numel()) ** -0.5, name
-            assert abs(value.std() * fan_in ** 0.5 - 1) < 4 * (2 * value.numel()) ** -0.5, name
+            assert abs(value.std() * fan_in**0.5 - 1) < 4 * (2 * value.numel()) ** -0.5, name

@@ -22,8 +22,17 @@ STUFF = Classes(tuple("abcde"), ("f", "g"), tuple(range(1, 8)))
 
 def head(**options):
     torch.manual_seed(0)
-    return MODELS.build(dict(type="SemanticFPNHead", num_classes=7, in_channels=8, inner_channels=16, dropout=0.0,
-                             norm_cfg=dict(type="GN", num_groups=4), **options))
+    return MODELS.build(
+        dict(
+            type="SemanticFPNHead",
+            num_classes=7,
+            in_channels=8,
+            inner_channels=16,
+            dropout=0.0,
+            norm_cfg=dict(type="GN", num_groups=4),
+            **options,
+        )
+    )
 
 
 def levels(size=(32, 64)):
@@ -55,8 +64,13 @@ def test_the_loss_is_the_mean_over_pixels_with_a_class():
     logits, labels = torch.randn(2, 7, 8, 8), torch.randint(0, 7, (2, 8, 8))
     labels[0, :3], labels[1] = 255, torch.where(torch.rand(8, 8) < 0.9, 255, labels[1])
     losses = module.loss_by_feat(logits, labels)
-    picked = [-logits[n].log_softmax(0)[labels[n, y, x], y, x] for n in range(2) for y in range(8) for x in range(8)
-              if labels[n, y, x] != 255]
+    picked = [
+        -logits[n].log_softmax(0)[labels[n, y, x], y, x]
+        for n in range(2)
+        for y in range(8)
+        for x in range(8)
+        if labels[n, y, x] != 255
+    ]
     torch.testing.assert_close(losses["loss_seg"], 0.5 * torch.stack(picked).mean())
     assert 0 <= losses["acc_seg"] <= 100
 
@@ -105,15 +119,23 @@ def test_every_backbone_trains_and_predicts(name):
     assert found.shape == (1, 64, 64) and found.max() < 7
 
 
-@pytest.mark.parametrize("name,classes,task", [
-    ("semantic_fpn_r50", CLASSES, "semantic"), ("semantic_fpn_swin_t", CLASSES, "semantic"),
-    ("faster_rcnn_swin_t", CLASSES, "detection"), ("panoptic_fpn_swin_t", STUFF, "panoptic"),
-    ("mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", STUFF, "panoptic"),
-    ("mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py", CLASSES, "instance")])
+@pytest.mark.parametrize(
+    "name,classes,task",
+    [
+        ("semantic_fpn_r50", CLASSES, "semantic"),
+        ("semantic_fpn_swin_t", CLASSES, "semantic"),
+        ("faster_rcnn_swin_t", CLASSES, "detection"),
+        ("panoptic_fpn_swin_t", STUFF, "panoptic"),
+        ("mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", STUFF, "panoptic"),
+        ("mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py", CLASSES, "instance"),
+    ],
+)
 def test_the_papers_pipelines_build_without_a_download(name, classes, task):
     model = build_detector(DetectorConfig(config=name), classes, task)
     # The published sizes: 27.5 M for Swin-Tiny (with a norm for each output), 23.5 M for ResNet-50, without classifiers.
-    assert sum(p.numel() for p in model.backbone.parameters()) / 1e6 == pytest.approx(27.5 if "swin" in name else 23.5, abs=0.03)
+    assert sum(p.numel() for p in model.backbone.parameters()) / 1e6 == pytest.approx(
+        27.5 if "swin" in name else 23.5, abs=0.03
+    )
     if task == "panoptic":
         assert model.semantic_head.conv_logits.out_channels == 3 and model.roi_head.bbox_head.num_classes == 5
         assert model.panoptic_fusion_head.num_classes == 7
@@ -122,7 +144,7 @@ def test_the_papers_pipelines_build_without_a_download(name, classes, task):
 @pytest.mark.parametrize("name", ["tiny_faster_rcnn", "tiny_mask_rcnn", "tiny_panoptic_fpn", "tiny_retinanet"])
 @pytest.mark.parametrize("depth,expansion", [(18, 1), (50, 4)])
 def test_the_tiny_pipelines_take_either_resnet(name, depth, expansion):
-    options = {"backbone.depth": depth, "neck.in_channels": [32 * expansion * 2 ** k for k in range(4)]}
+    options = {"backbone.depth": depth, "neck.in_channels": [32 * expansion * 2**k for k in range(4)]}
     task = {"tiny_mask_rcnn": "instance", "tiny_panoptic_fpn": "panoptic"}.get(name, "detection")
     config = DetectorConfig(config=name, options=options)
     with torch.device("meta"):

@@ -36,7 +36,7 @@ def test_uninet_g_has_1080_million_parameters():
         model = UniNet("g")
     assert round(count(model) / 1e6, 1) == 1080.2
     assert [round(count(stage) / 1e6, 1) for stage in model.stages] == [0.5, 16.9, 159.5, 179.7, 49.7, 673.9]
-    assert count(model.stages[2].blocks[0]) == 8_852_736                        # Fused MBConv at 384, expansion 6
+    assert count(model.stages[2].blocks[0]) == 8_852_736  # Fused MBConv at 384, expansion 6
     kinds = [block.window for stage in model.stages[4:] for block in stage.blocks]
     assert len(kinds) == 54 and kinds[:18] == [28, 28, None] * 6 and kinds[18:] == [14, 14, None] * 12
 
@@ -52,7 +52,8 @@ def tiny(**options):
 def test_maps_of_every_stage_have_ceil_sizes(height, width):
     maps = tiny().eval()(torch.randn(1, 3, height, width))
     assert [tuple(m.shape[1:]) for m in maps] == [
-        (c, -(-height // s), -(-width // s)) for c, s in zip(VARIANTS["tiny"].channels, (2, 4, 8, 16, 16, 32))]
+        (c, -(-height // s), -(-width // s)) for c, s in zip(VARIANTS["tiny"].channels, (2, 4, 8, 16, 16, 32))
+    ]
 
 
 def test_out_indices_choose_maps_and_say_their_channels():
@@ -77,12 +78,12 @@ def test_windows_see_their_own_pixels_only():
     block = TransformerBlock(64, 2, window=3, layer_scale=1.0)
     x = torch.randn(1, 7, 5, 64)
     together = block.attend(x)
-    padded = nn.functional.pad(x, (0, 0, 0, 1, 0, 2))                            # to 9 x 6
+    padded = nn.functional.pad(x, (0, 0, 0, 1, 0, 2))  # to 9 x 6
     for top in range(0, 9, 3):
         for left in range(0, 6, 3):
-            alone = block.attention(padded[:, top:top + 3, left:left + 3].flatten(1, 2)).view(1, 3, 3, 64)
-            part = together[:, top:top + 3, left:left + 3]
-            torch.testing.assert_close(part, alone[:, :part.shape[1], :part.shape[2]])
+            alone = block.attention(padded[:, top : top + 3, left : left + 3].flatten(1, 2)).view(1, 3, 3, 64)
+            part = together[:, top : top + 3, left : left + 3]
+            torch.testing.assert_close(part, alone[:, : part.shape[1], : part.shape[2]])
 
 
 def test_a_transformer_block_is_its_equation():
@@ -93,7 +94,7 @@ def test_a_transformer_block_is_its_equation():
     t = y.flatten(2).transpose(1, 2)
     qkv = block.attention.qkv(block.attention_norm(t)).view(2, 20, 3, 2, 32)
     q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
-    seen = ((q @ k.transpose(2, 3) / 32 ** 0.5).softmax(-1) @ v).transpose(1, 2).reshape(2, 20, 64)
+    seen = ((q @ k.transpose(2, 3) / 32**0.5).softmax(-1) @ v).transpose(1, 2).reshape(2, 20, 64)
     t = t + 0.3 * block.attention.proj(seen)
     t = t + 0.3 * block.mlp.fc2(nn.functional.gelu(block.mlp.fc1(block.mlp_norm(t))))
     torch.testing.assert_close(block(x), t.transpose(1, 2).view(2, 64, 4, 5), rtol=1e-4, atol=1e-5)
@@ -106,10 +107,11 @@ def test_the_local_global_module_asks_all_pixels():
     q = down.query_norm(down.project(down.depthwise_norm(down.depthwise(x))).flatten(2).transpose(1, 2))
     k, v = down.key_value(down.norm(x.flatten(2).transpose(1, 2))).chunk(2, -1)
     q, k, v = (t.view(1, -1, 2, 32).transpose(1, 2) for t in (q, k, v))
-    seen = ((q @ k.transpose(2, 3) / 32 ** 0.5).softmax(-1) @ v).transpose(1, 2).reshape(1, 12, 64)
+    seen = ((q @ k.transpose(2, 3) / 32**0.5).softmax(-1) @ v).transpose(1, 2).reshape(1, 12, 64)
     shortcut = down.shortcut(nn.functional.max_pool2d(x, 3, 2, 1))
-    torch.testing.assert_close(down(x), down.output(seen).transpose(1, 2).view(1, 64, 4, 3) + shortcut,
-                               rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        down(x), down.output(seen).transpose(1, 2).view(1, 64, 4, 3) + shortcut, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_convolution_blocks_start_as_their_skip():
@@ -136,13 +138,18 @@ def test_stochastic_depth_grows_linearly_over_blocks():
 @pytest.mark.parametrize("frozen", [-1, 0, 3, 6])
 def test_frozen_stages_keep_weights_and_statistics(frozen):
     model = tiny(frozen_stages=frozen).train()
-    trained = {name.split(".")[0] if name.startswith("stem") else int(name.split(".")[1])
-               for name, p in model.named_parameters() if p.requires_grad}
+    trained = {
+        name.split(".")[0] if name.startswith("stem") else int(name.split(".")[1])
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert trained == ({"stem"} if frozen < 0 else set()) | set(range(max(frozen, 0), 6))
     before = {name: b.clone() for name, b in model.named_buffers() if "running_mean" in name}
     model(torch.randn(2, 3, 64, 64))
     moved = {name for name, b in model.named_buffers() if name in before and not torch.equal(b, before[name])}
-    expected = {name for name in before if frozen < 0 or (not name.startswith("stem") and int(name.split(".")[1]) >= frozen)}
+    expected = {
+        name for name in before if frozen < 0 or (not name.startswith("stem") and int(name.split(".")[1]) >= frozen)
+    }
     assert moved == expected
 
 
@@ -153,13 +160,13 @@ def test_norms_can_be_frozen_and_synchronised():
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     assert norms and all(isinstance(m, Fp32BatchNorm) and m.synchronise and not m.training for m in norms)
     assert not any(p.requires_grad for m in norms for p in m.parameters())
-    convert_batch_norm(model, synchronise=False)                    # as half precision does: the layer's own wish stays
+    convert_batch_norm(model, synchronise=False)  # as half precision does: the layer's own wish stays
     assert all(m.synchronise for m in norms)
 
 
 def gradients(model, x):
     model.zero_grad()
-    torch.manual_seed(1)                                            # which paths are dropped
+    torch.manual_seed(1)  # which paths are dropped
     sum(m.square().mean() for m in model(x)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -182,12 +189,16 @@ def test_bf16_autocast_is_close_to_fp32():
 
 
 def test_bad_arguments_get_one_sentence():
-    for arguments, words in ((dict(arch="b9"), "choose one of b0"), (dict(arch={"depth": [1]}), "no field 'depth'"),
-                             (dict(arch={"channels": [32] * 6}), "needs 'depths'"),
-                             (dict(arch={"base": "tiny", "channels": [16, 24, 40, 64, 60, 96]}), "divisible by 32"),
-                             (dict(arch={"base": "tiny", "attention": ["shifted"]}), 'pattern of "window"'),
-                             (dict(out_indices=(6,)), "stages 0 to 5"), (dict(frozen_stages=7), "-1 to 6"),
-                             (dict(norm_cfg=dict(type="GN")), "BN or SyncBN")):
+    for arguments, words in (
+        (dict(arch="b9"), "choose one of b0"),
+        (dict(arch={"depth": [1]}), "no field 'depth'"),
+        (dict(arch={"channels": [32] * 6}), "needs 'depths'"),
+        (dict(arch={"base": "tiny", "channels": [16, 24, 40, 64, 60, 96]}), "divisible by 32"),
+        (dict(arch={"base": "tiny", "attention": ["shifted"]}), 'pattern of "window"'),
+        (dict(out_indices=(6,)), "stages 0 to 5"),
+        (dict(frozen_stages=7), "-1 to 6"),
+        (dict(norm_cfg=dict(type="GN")), "BN or SyncBN"),
+    ):
         with pytest.raises(ValueError, match=words):
             UniNet(**{"arch": "tiny", **arguments})
     assert variant({"base": "b1", "fused": True}).fused and not variant("b1").fused
@@ -202,7 +213,11 @@ def test_the_classifier_is_the_backbone_and_a_head():
     assert model(x).shape == (2, 7)
     backbone = UniNet("tiny", out_indices=(5,)).eval()
     report = backbone.load_state_dict(model.state_dict(), strict=False)
-    assert not report.missing_keys and {k.split(".")[0] for k in report.unexpected_keys} == {"head_conv", "head_norm", "head"}
+    assert not report.missing_keys and {k.split(".")[0] for k in report.unexpected_keys} == {
+        "head_conv",
+        "head_norm",
+        "head",
+    }
     torch.testing.assert_close(backbone(x)[0], model.forward_features(x))
     model.reset_classifier(3)
     assert model(x).shape == (2, 3)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_resume_exactly import settings
+from tiny_run import train_tiny
+
 from engine.checkpoints import CheckpointError, store
 from engine.checkpoints.files import checksum, read_file, write_file
 from engine.checkpoints.finding import find_checkpoint, newest
 from engine.checkpoints.manifest import NAME, Manifest
-from test_resume_exactly import settings
-from tiny_run import train_tiny
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,12 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-DAMAGE = {"flipped": (flip, "another checksum"), "truncated": (truncate, "bytes instead of"),
-          "missing": (Path.unlink, "is missing"), "emptied": (lambda path: path.write_bytes(b""), "0 bytes instead of")}
+DAMAGE = {
+    "flipped": (flip, "another checksum"),
+    "truncated": (truncate, "bytes instead of"),
+    "missing": (Path.unlink, "is missing"),
+    "emptied": (lambda path: path.write_bytes(b""), "0 bytes instead of"),
+}
 
 
 def files(folder: Path) -> list[str]:
@@ -51,8 +56,12 @@ def files(folder: Path) -> list[str]:
 def test_a_checkpoint_names_all_its_files(saved):
     folder = Path(saved) / "checkpoints" / "step-000006"
     assert {path.name for path in folder.iterdir()} == {NAME, *files(folder)}
-    assert {"rank_00000.pt", "rank_00001.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt",
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt"} <= set(files(folder))
+    assert {
+        "rank_00000.pt",
+        "rank_00001.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    } <= set(files(folder))
     assert all(checksum(folder / name) == record for name, record in Manifest.read(folder).files.items())
     assert find_checkpoint(saved).step == 6
 
@@ -74,8 +83,16 @@ def test_any_damaged_file_is_named_and_the_one_before_is_taken(copied, kind):
     assert newest(copied / "checkpoints", print).step == 6
 
 
-@pytest.mark.parametrize("text, reason", [(None, "never finished"), ("{", "damaged"), ("[]", "damaged"), ("{}", "damaged"),
-                                          ('{"version": 99}', "format 99")])
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (None, "never finished"),
+        ("{", "damaged"),
+        ("[]", "damaged"),
+        ("{}", "damaged"),
+        ('{"version": 99}', "format 99"),
+    ],
+)
 def test_a_manifest_that_is_missing_or_broken_means_no_checkpoint(copied, text, reason):
     manifest = copied / "checkpoints" / "step-000006" / NAME
     manifest.unlink() if text is None else manifest.write_text(text)
@@ -118,8 +135,9 @@ class Hostile:
         return os.system, ("echo harm > harmed",)
 
 
-@pytest.mark.parametrize("name", ["rank_00000.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt",
-                                  "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize(
+    "name", ["rank_00000.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+)
 def test_a_hostile_pickle_is_refused_even_with_a_matching_checksum(copied, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = copied / "checkpoints" / "step-000006"
@@ -163,8 +181,13 @@ def test_only_whole_checkpoints_count_as_saved(tmp_path):
     (tmp_path / "step-000009").write_text("no folder")
     assert store.saved_steps(tmp_path) == [1]
     aside = store.open_aside(tmp_path, store.tag_of(7))
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".saving-step-000007", "set-aside-step-000004",
-                                                          "step-5", "step-000009"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-000001",
+        ".saving-step-000007",
+        "set-aside-step-000004",
+        "step-5",
+        "step-000009",
+    }
     store.make_current(tmp_path, aside, store.tag_of(7))
     assert store.saved_steps(tmp_path) == [1, 7] and (tmp_path / "latest").read_text() == "step-000007"
 

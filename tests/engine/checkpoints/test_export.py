@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.checkpoints import CheckpointError
-from engine.checkpoints.finding import find_checkpoint
-from engine.exporting import export_universal, export_weights
 from test_features_resume import BATCH_NORM
 from test_resume_exactly import same, settings
 from tiny_run import merged, saved_weights, train_tiny
+
+from engine.checkpoints import CheckpointError
+from engine.checkpoints.finding import find_checkpoint
+from engine.exporting import export_universal, export_weights
 
 EVERY_BOX = {**BATCH_NORM["detector"]["options"], "test_cfg.score_thr": 0.0, "test_cfg.max_per_img": 20}
 SCORED = {"detector": {"options": EVERY_BOX}, "run": {"eval_interval": None, "draw": 0}}
@@ -62,9 +63,13 @@ def test_mmdets_own_api_finds_the_same_objects(runs, stage, tmp_path):
     for image_id, wanted in scored.items():
         found = inference_detector(model, str(images / f"{image_id:012d}.jpg")).pred_instances
         wanted = sorted(wanted, key=lambda entry: -entry["score"])
-        assert found.scores.sort(descending=True).values.tolist() == pytest.approx([e["score"] for e in wanted], abs=1e-7)
+        assert found.scores.sort(descending=True).values.tolist() == pytest.approx(
+            [e["score"] for e in wanted], abs=1e-7
+        )
         ours = sorted(([x, y, x + w, y + h] for x, y, w, h in (e["bbox"] for e in wanted)))
-        torch.testing.assert_close(torch.tensor(sorted(found.bboxes.tolist())), torch.tensor(ours), rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(sorted(found.bboxes.tolist())), torch.tensor(ours), rtol=1e-6, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -103,8 +108,12 @@ def test_work_dir_step_universal_and_file_score_what_the_run_did(ranks, runs, tm
         export_universal(outcome["folder"], tmp_path / "universal")
         export_weights(str(tmp_path / "universal"), tmp_path / "from_universal.safetensors")
         export_weights(outcome["folder"], tmp_path / "plain.pth")
-    sources = [outcome["folder"], f"{outcome['folder']}/checkpoints/step-000006", f"{outcome['folder']}/checkpoints/best",
-               *(str(tmp_path / name) for name in ("universal", "from_universal.safetensors", "plain.pth"))]
+    sources = [
+        outcome["folder"],
+        f"{outcome['folder']}/checkpoints/step-000006",
+        f"{outcome['folder']}/checkpoints/best",
+        *(str(tmp_path / name) for name in ("universal", "from_universal.safetensors", "plain.pth")),
+    ]
     for found in ranks.run(scores, 2, sources)[0]:
         assert found == pytest.approx(outcome["metrics"], abs=1e-6)
 
@@ -156,7 +165,7 @@ def loaded_by_deepspeed(changes: dict, folder: str) -> dict:
         state = run.optimizer.state[shard]
         for key in (WEIGHTS, "exp_avg", "exp_avg_sq"):
             values = shard if key == WEIGHTS else state[key]
-            mine = values.detach().view(-1)[fragment.offset:fragment.offset + length]
+            mine = values.detach().view(-1)[fragment.offset : fragment.offset + length]
             theirs = checkpoint.read(names[fragment.param], key, fragment.start, fragment.stop)
             worst = max(worst, float((mine - theirs).abs().max()))
     steps = {int(run.optimizer.state[shard]["step"]) for shard in layout.shards().values()}
@@ -174,8 +183,9 @@ def test_deepspeeds_own_loader_takes_the_universal_folder(ranks, runs, tmp_path)
     manifest = read(tmp_path / "universal" / "manifest.json")
     manifest["files"] = {name: record for name, record in manifest["files"].items() if not name.endswith("/ema.pt")}
     (tmp_path / "universal" / "manifest.json").write_text(json.dumps(manifest))
-    for found in ranks.run(loaded_by_deepspeed, 1, settings("AdamW", 2, **SCORED, schedule={"steps": 9}),
-                           str(tmp_path / "universal")):
+    for found in ranks.run(
+        loaded_by_deepspeed, 1, settings("AdamW", 2, **SCORED, schedule={"steps": 9}), str(tmp_path / "universal")
+    ):
         assert found == {"worst": 0.0, "steps": {6}, "global_steps": 6}
 
 

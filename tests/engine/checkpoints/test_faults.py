@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from engine.checkpoints.finding import find_checkpoint
 from test_resume_exactly import settings
 from tiny_run import merged, train_tiny
+
+from engine.checkpoints.finding import find_checkpoint
 
 
 @contextlib.contextmanager
@@ -54,7 +55,11 @@ def test_a_full_disk_on_one_rank_stops_all_and_loses_nothing(ranks, saved, tmp_p
     outcomes = ranks.run(go_on, 2, str(tmp_path / "run"), "stop", stage, full_on)
     assert len(set(outcomes)) == 1
     assert "could not be written" in outcomes[0] and "File too large" in outcomes[0] and "untouched" in outcomes[0]
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-000003", "step-000004", "latest"}
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {
+        "step-000003",
+        "step-000004",
+        "latest",
+    }
     assert find_checkpoint(tmp_path / "run").step == 4
 
 

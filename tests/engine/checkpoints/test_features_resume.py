@@ -13,30 +13,51 @@ import torch
 from test_resume_exactly import results, same, settings, straight_and_broken
 from tiny_run import TINY, merged, saved_weights, train_tiny
 
-BATCH_NORM = {"detector": {"options": {
-    **{key: value for key, value in TINY["detector"]["options"].items() if key != "backbone.norm_cfg"},
-    "backbone.norm_cfg": {"type": "BN"}}}}
+BATCH_NORM = {
+    "detector": {
+        "options": {
+            **{key: value for key, value in TINY["detector"]["options"].items() if key != "backbone.norm_cfg"},
+            "backbone.norm_cfg": {"type": "BN"},
+        }
+    }
+}
 FROZEN = {"detector": {"frozen": ["backbone.conv1", "backbone.layer1", "neck.lateral_convs"]}}
 CASES = {
     "statistics of each rank": (2, settings("SGD", 2, **BATCH_NORM)),
     "statistics at ZeRO-3": (2, settings("SGD", 3, **BATCH_NORM)),
     "bf16 at stage 0": (2, settings("AdamW", 0, bf16={"enabled": True})),
     "bf16 at stage 1": (2, settings("AGVMAdamW", 1, bf16={"enabled": True})),
-    "bf16 with fp32 accumulation": (2, settings("AdamW", 1, bf16={"enabled": True},
-                                                data_types={"grad_accum_dtype": "fp32"})),
+    "bf16 with fp32 accumulation": (
+        2,
+        settings("AdamW", 1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
+    ),
     "bf16 at stage 3": (2, settings("AGVMSGD", 3, bf16={"enabled": True})),
     "frozen at ZeRO-2": (2, settings("AdamW", 2, **FROZEN)),
     "frozen at ZeRO-3": (2, settings("AdamW", 3, **FROZEN)),
     "built partitioned": (2, settings("AdamW", 3, detector={"zero_init": True})),
     "round robin": (2, settings("SGD", 2, zero_optimization={"stage": 2, "round_robin_gradients": True})),
     "offloaded": (2, settings("AdamW", 2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})),
-    "offloaded at ZeRO-3": (2, settings("AdamW", 3, zero_optimization={"stage": 3, "sub_group_size": 5000,
-                                                                       "offload_optimizer": {"device": "cpu"}})),
-    "bf16 throughout": (2, settings("AdamW", 3, bf16={
-        "enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})),
-    "skippable and frozen": (2, settings("AdamW", 3, detector={
-        "skippable": ["bbox_head"], "frozen": ["bbox_head.retina_cls", "backbone.conv1"]}, run={
-            "eval_interval": 0.67, "draw": 0})),
+    "offloaded at ZeRO-3": (
+        2,
+        settings(
+            "AdamW", 3, zero_optimization={"stage": 3, "sub_group_size": 5000, "offload_optimizer": {"device": "cpu"}}
+        ),
+    ),
+    "bf16 throughout": (
+        2,
+        settings(
+            "AdamW", 3, bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        ),
+    ),
+    "skippable and frozen": (
+        2,
+        settings(
+            "AdamW",
+            3,
+            detector={"skippable": ["bbox_head"], "frozen": ["bbox_head.retina_cls", "backbone.conv1"]},
+            run={"eval_interval": 0.67, "draw": 0},
+        ),
+    ),
     "clipping": (2, settings("AGVMAdamW", 2, gradient_clipping=0.1)),
     "one rank": (1, settings("AGVMSGD", 1)),
     "no momentum": (2, settings("SGD", 2, optimizer={"params": {"lr": 0.01}})),
@@ -47,7 +68,14 @@ CASES = {
 
 def compare(changes: dict, stop: int = 2) -> tuple:
     straight, broken = straight_and_broken(changes, [stop])
-    return results(straight), results(broken), straight["weights"], broken["weights"], straight["folder"], broken["folder"]
+    return (
+        results(straight),
+        results(broken),
+        straight["weights"],
+        broken["weights"],
+        straight["folder"],
+        broken["folder"],
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,8 +113,9 @@ def half_later(changes: dict) -> dict:
     accelerator = type(get_accelerator())
     supported, accelerator.is_fp16_supported = accelerator.is_fp16_supported, lambda self: True
     try:
-        return train_tiny(merged({"fp16": {"enabled": True, "initial_scale_power": 8}}, changes), work_dir=first["folder"],
-                          resume="")
+        return train_tiny(
+            merged({"fp16": {"enabled": True, "initial_scale_power": 8}}, changes), work_dir=first["folder"], resume=""
+        )
     finally:
         accelerator.is_fp16_supported = supported
 
@@ -124,7 +153,9 @@ def test_shared_parameters_stay_shared_and_are_saved_under_all_names(ranks, stag
     for file in ("shared.pth", "shared.safetensors"):
         export_weights(folder, tmp_path / file)
         tensors = saved_weights(tmp_path / file)[0]
-        assert same({name: tensors[name].float() for name in first}, first) and tensors[names[0]].equal(tensors[names[1]])
+        assert same({name: tensors[name].float() for name in first}, first) and tensors[names[0]].equal(
+            tensors[names[1]]
+        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -222,8 +253,11 @@ def own_average(changes: dict) -> tuple:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_average_is_the_one_computed_by_hand(ranks, stage):
-    start = ranks.run(own_average, 2, settings("SGD", stage, schedule={"steps": 1, "warmup_steps": 0},
-                                               optimizer={"params": {"lr": 0.0}}))[0][1][0]
+    start = ranks.run(
+        own_average,
+        2,
+        settings("SGD", stage, schedule={"steps": 1, "warmup_steps": 0}, optimizer={"params": {"lr": 0.0}}),
+    )[0][1][0]
     folder, seen = ranks.run(own_average, 2, settings("SGD", stage))[0]
     average = dict(start)
     for step, weights in enumerate(seen, 1):

@@ -7,14 +7,24 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from engine.checkpoints.finding import find_checkpoint
 from test_resume_exactly import settings
 from tiny_run import distance, merged, train_tiny
 
+from engine.checkpoints.finding import find_checkpoint
+
 STOP, STEPS = 4, 14  # ten more steps
 # (ranks, stage) that save, (ranks, stage) that go on
-MOVES = [((2, 2), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (4, 2)), ((2, 2), (2, 3)), ((2, 3), (2, 2)), ((4, 3), (2, 1)),
-         ((2, 0), (4, 3)), ((2, 3), (1, 0)), ((2, 1), (2, 0))]
+MOVES = [
+    ((2, 2), (1, 2)),
+    ((1, 2), (2, 2)),
+    ((2, 2), (4, 2)),
+    ((2, 2), (2, 3)),
+    ((2, 3), (2, 2)),
+    ((4, 3), (2, 1)),
+    ((2, 0), (4, 3)),
+    ((2, 3), (1, 0)),
+    ((2, 1), (2, 0)),
+]
 # Rounding alone: another number of ranks adds gradients in another order.
 FEWER = MOVES[:4]  # for the other optimizers, whose shards lie alike
 OPTIMIZERS = ("SGD", "AGVMSGD", "AdamW", "AGVMAdamW")
@@ -60,8 +70,10 @@ def test_other_ranks_and_stages_go_on_as_the_undisturbed_run(ranks, saved, optim
         straight, folder = saved(optimizer, world, stage)
         moved = ranks.run(go_on, new_world, longer(optimizer, new_stage), folder)[0]
         apart, total = greatest(straight["weights"], moved["weights"]), distance(straight["weights"], moved["weights"])
-        print(f"{optimizer:10} {world} ranks ZeRO-{stage} -> {new_world} ranks ZeRO-{new_stage}: greatest {apart:.1e}, "
-              f"all together {total:.1e}")
+        print(
+            f"{optimizer:10} {world} ranks ZeRO-{stage} -> {new_world} ranks ZeRO-{new_stage}: greatest {apart:.1e}, "
+            f"all together {total:.1e}"
+        )
         record_property(f"{world} ZeRO-{stage} -> {new_world} ZeRO-{new_stage}", apart)
         assert apart < 5e-6 and total < 1e-7
         assert [r["step"] for r in moved["records"]] == list(range(1, STEPS + 1))
@@ -70,9 +82,16 @@ def test_other_ranks_and_stages_go_on_as_the_undisturbed_run(ranks, saved, optim
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4) and ours["lr"] == theirs["lr"]
 
 
-@pytest.mark.parametrize("optimizer, saver, heir", [
-    ("LARS", (2, 3), (1, 2)), ("LAMB", (2, 2), (4, 3)), ("PMDLAMB", (2, 1), (1, 0)), ("AGVMLARS", (2, 0), (4, 2)),
-    ("AGVMLAMB", (2, 2), (1, 3))])
+@pytest.mark.parametrize(
+    "optimizer, saver, heir",
+    [
+        ("LARS", (2, 3), (1, 2)),
+        ("LAMB", (2, 2), (4, 3)),
+        ("PMDLAMB", (2, 1), (1, 0)),
+        ("AGVMLARS", (2, 0), (4, 2)),
+        ("AGVMLAMB", (2, 2), (1, 3)),
+    ],
+)
 def test_rules_of_layers_go_on_elsewhere(ranks, saved, optimizer, saver, heir):
     """Their shards are cut in other places there, PMD-LAMB goes on within its period, and AGVM with its mu."""
     straight, folder = saved(optimizer, *saver)
@@ -97,8 +116,11 @@ def moments(folder: str) -> tuple[dict, dict, dict]:
     checkpoint = find_checkpoint(folder)
     names = list(checkpoint.parameters)
     size = {name: checkpoint.read(name, "fp32", 0, 1).new_zeros(checkpoint.parameters[name]).numel() for name in names}
-    tensors = {(name, state): checkpoint.read(name, state, 0, size[name]).clone()
-               for name in names for state in ("fp32", *checkpoint.states)}
+    tensors = {
+        (name, state): checkpoint.read(name, state, 0, size[name]).clone()
+        for name in names
+        for state in ("fp32", *checkpoint.states)
+    }
     return tensors, {name: checkpoint.scalars(name) for name in names}, checkpoint.agvm
 
 
@@ -127,8 +149,9 @@ def test_every_moment_counter_and_group_arrives_bit_for_bit(ranks, saved, optimi
         copied, found = ranks.run(resave, world, longer(optimizer, stage), folder)[0]
         second = moments(copied)
         assert first[0].keys() == second[0].keys() and all(first[0][k].equal(second[0][k]) for k in first[0])
-        assert {n: int(s["step"]) for n, s in first[1].items() if "step" in s} == \
-            {n: int(s["step"]) for n, s in second[1].items() if "step" in s}
+        assert {n: int(s["step"]) for n, s in first[1].items() if "step" in s} == {
+            n: int(s["step"]) for n, s in second[1].items() if "step" in s
+        }
         assert first[2] == second[2]
         groups.append(json.dumps(found))
     assert "Adam" not in optimizer or first[1][next(iter(first[1]))]["step"] == STOP

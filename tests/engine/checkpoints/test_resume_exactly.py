@@ -23,9 +23,17 @@ COSTS = ("images_per_second", "seconds", "memory_gb")
 
 
 def settings(optimizer: str, stage: int, /, **changes) -> dict:
-    return merged(changes, merged({
-        "zero_optimization": {"stage": stage}, "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
-        "schedule": {"steps": STEPS, "warmup_steps": 2, "decay": "cosine"}, "run": {"checkpoint_interval": 1.0, "ema": 0.9}}))
+    return merged(
+        changes,
+        merged(
+            {
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
+                "schedule": {"steps": STEPS, "warmup_steps": 2, "decay": "cosine"},
+                "run": {"checkpoint_interval": 1.0, "ema": 0.9},
+            }
+        ),
+    )
 
 
 def results(outcome: dict) -> list[dict]:
@@ -46,8 +54,11 @@ def compare(changes: dict, stops: list[int]) -> dict:
     assert results(straight) == results(broken)
     assert straight["mu"] == broken["mu"]
     first, second = (saved_weights(o["folder"], ema=True)[0] for o in (straight, broken))
-    return {"weights": [straight["weights"], broken["weights"]], "averages": [first, second],
-            "steps": [record["step"] for record in broken["records"]]}
+    return {
+        "weights": [straight["weights"], broken["weights"]],
+        "averages": [first, second],
+        "steps": [record["step"] for record in broken["records"]],
+    }
 
 
 def same(first: dict, second: dict) -> bool:
@@ -55,9 +66,19 @@ def same(first: dict, second: dict) -> bool:
 
 
 # AGVM's rules keep the moments of plain SGD and AdamW, and more.
-@pytest.mark.parametrize("optimizer, stage", [*((o, s) for o in ("AGVMSGD", "AGVMAdamW") for s in range(4)),
-                                              ("SGD", 2), ("AdamW", 3), ("LARS", 1), ("LAMB", 2), ("PMDLAMB", 3),
-                                              ("AGVMLARS", 0), ("AGVMLAMB", 2)])
+@pytest.mark.parametrize(
+    "optimizer, stage",
+    [
+        *((o, s) for o in ("AGVMSGD", "AGVMAdamW") for s in range(4)),
+        ("SGD", 2),
+        ("AdamW", 3),
+        ("LARS", 1),
+        ("LAMB", 2),
+        ("PMDLAMB", 3),
+        ("AGVMLARS", 0),
+        ("AGVMLAMB", 2),
+    ],
+)
 def test_interrupted_is_uninterrupted(ranks, optimizer, stage):
     for outcome in ranks.run(compare, 2, settings(optimizer, stage), [2, 4]):
         assert outcome["steps"] == list(range(1, STEPS + 1))

@@ -30,8 +30,12 @@ def test_a_plan_holds_or_is_refused_in_one_sentence(total, micro, accumulation, 
     assert solve_batch(plan.as_keys(), world) == plan
 
 
-@given(SIZES, SIZES, st.integers(1, 16), st.sampled_from([
-    (True, True, True), (True, True, False), (True, False, True), (False, True, True)]))
+@given(
+    SIZES,
+    SIZES,
+    st.integers(1, 16),
+    st.sampled_from([(True, True, True), (True, True, False), (True, False, True), (False, True, True)]),
+)
 def test_any_two_of_the_three_give_the_third(micro, accumulation, world, known):
     whole = dict(zip(KEYS, (micro * accumulation * world, micro, accumulation)))
     given_values = {key: whole[key] for key, is_known in zip(KEYS, known) if is_known}

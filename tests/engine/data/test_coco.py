@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError, build_dataset, check_same_classes, landscape_flags, read_annotations, \
-    read_classes
 from engine.data.build import build_data
+from engine.data.coco import (
+    Classes,
+    DataError,
+    check_same_classes,
+    landscape_flags,
+    read_annotations,
+    read_classes,
+)
 from engine.data.loader import training_loader
 from engine.data.order import SampleKey
 
@@ -32,9 +38,15 @@ def complete(number, annotation):
 
 # Ids with gaps and out of order: 5 plain, 900 crowd only, 31 nothing, 12 a zero-area box only, 77 two classes and a crowd.
 IMAGES = [5, 900, 31, 12, 77]
-ANNOTATIONS = [box(77, 90), box(5, 40, (0, 0, 30, 12)), box(900, iscrowd=1, segmentation=WHOLE_CROWD),
-               box(12, bbox=(4, 4, 0, 9)), box(77, 7, (1, 2, 9, 9)), box(77, iscrowd=1, segmentation=WHOLE_CROWD),
-               box(5, 40, (70, 50, 10, 10))]  # the last one lies outside its image
+ANNOTATIONS = [
+    box(77, 90),
+    box(5, 40, (0, 0, 30, 12)),
+    box(900, iscrowd=1, segmentation=WHOLE_CROWD),
+    box(12, bbox=(4, 4, 0, 9)),
+    box(77, 7, (1, 2, 9, 9)),
+    box(77, iscrowd=1, segmentation=WHOLE_CROWD),
+    box(5, 40, (70, 50, 10, 10)),
+]  # the last one lies outside its image
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +63,17 @@ def folder(tmp_path_factory):
 
 
 def content_of(annotations=ANNOTATIONS, images=IMAGES, categories=CATEGORIES):
-    entries = [{"id": i, "file_name": f"{i}.png", "height": 64 if i == 31 else 48, "width": 48 if i == 31 else 64}
-               for i in images]
-    return copy.deepcopy({"images": entries, "categories": categories,
-                          "annotations": [complete(n, a) for n, a in enumerate(annotations, 100)]})
+    entries = [
+        {"id": i, "file_name": f"{i}.png", "height": 64 if i == 31 else 48, "width": 48 if i == 31 else 64}
+        for i in images
+    ]
+    return copy.deepcopy(
+        {
+            "images": entries,
+            "categories": categories,
+            "annotations": [complete(n, a) for n, a in enumerate(annotations, 100)],
+        }
+    )
 
 
 def write(path, content):
@@ -63,15 +82,19 @@ def write(path, content):
 
 
 def data_config(folder, train, val=None, **options):
-    files = {"train": SplitConfig(annotations=write(folder / "train.json", train), images=str(folder / "images")),
-             "val": SplitConfig(annotations=write(folder / "val.json", val or train), images=str(folder / "images"))}
+    files = {
+        "train": SplitConfig(annotations=write(folder / "train.json", train), images=str(folder / "images")),
+        "val": SplitConfig(annotations=write(folder / "val.json", val or train), images=str(folder / "images")),
+    }
     return DataConfig(**files, scale=[64, 64], workers=0, **options)
 
 
 def instances(dataset):
     """Image id -> (box, label, crowd) of everything that is loaded."""
-    return {info["img_id"]: [(i["bbox"], i["bbox_label"], i["ignore_flag"]) for i in info["instances"]]
-            for info in (dataset.get_data_info(n) for n in range(len(dataset)))}
+    return {
+        info["img_id"]: [(i["bbox"], i["bbox_label"], i["ignore_flag"]) for i in info["instances"]]
+        for info in (dataset.get_data_info(n) for n in range(len(dataset)))
+    }
 
 
 def test_odd_images_and_boxes_are_read_as_mmdet_reads_coco(folder):
@@ -84,15 +107,20 @@ def test_odd_images_and_boxes_are_read_as_mmdet_reads_coco(folder):
     for keep_empty in (False, True):
         data = data_config(folder, content_of(), keep_empty=keep_empty)
         train, _, classes = build_data(data)
-        theirs = CocoDataset(ann_file=data.train.annotations, metainfo=dict(classes=classes.all), pipeline=[],
-                             data_prefix=dict(img=data.train.images),
-                             filter_cfg=dict(filter_empty_gt=not keep_empty, min_size=0))
+        theirs = CocoDataset(
+            ann_file=data.train.annotations,
+            metainfo=dict(classes=classes.all),
+            pipeline=[],
+            data_prefix=dict(img=data.train.images),
+            filter_cfg=dict(filter_empty_gt=not keep_empty, min_size=0),
+        )
         ours = instances(train.dataset)
         reread = instances(theirs)
         # mmdet's labels follow the order of the file's ids, ours the order of its names: compare by name.
         assert {k: sorted(v) for k, v in ours.items()} == {
             k: sorted((b, classes.category_ids.index(theirs.cat_ids[label]), crowd) for b, label, crowd in v)
-            for k, v in reread.items()}
+            for k, v in reread.items()
+        }
         assert (31 in ours) == keep_empty
         assert ours[900] == [([8, 8, 28, 28], 1, 1)] and ours[12] == [] and len(ours[5]) == 1 and len(ours[77]) == 3
 
@@ -158,21 +186,27 @@ def replaced(content, **changes):
     return {**content, **changes}
 
 
-@pytest.mark.parametrize("content,words", [
-    ('{"images": [', r"is not JSON: .* at line 1"),
-    ("[]", 'has no list "images"'),
-    (replaced(content_of(), categories={}), 'has no list "categories"'),
-    (replaced(content_of(), images=[]), "lists no images"),
-    (replaced(content_of(), categories=[]), "lists no categories"),
-    (without(content_of(), "images", 1, "file_name"), r'images\[1\] has no "file_name"'),
-    (without(content_of(), "images", 0, "height"), r'images\[0\] has no "height"'),
-    (without(content_of(), "annotations", 2, "image_id"), r'annotations\[2\] has no "image_id"'),
-    (without(content_of(), "annotations", 2, "category_id"), r'annotations\[2\] has no "category_id"'),
-    (replaced(content_of(), categories=[7]), r'categories\[0\] has no "id"'),
-    (replaced(content_of(), annotations=[box(5, bbox=(1, 2, 3))]), r"annotations\[0\].bbox must be \[x, y, width, height\]"),
-    (content_of(images=[5, 12, 5]), "the id 5 stands twice in images"),
-    (content_of(categories=[*CATEGORIES, {"id": 8, "name": "dog"}]), "the name 'dog' stands twice in categories"),
-])
+@pytest.mark.parametrize(
+    "content,words",
+    [
+        ('{"images": [', r"is not JSON: .* at line 1"),
+        ("[]", 'has no list "images"'),
+        (replaced(content_of(), categories={}), 'has no list "categories"'),
+        (replaced(content_of(), images=[]), "lists no images"),
+        (replaced(content_of(), categories=[]), "lists no categories"),
+        (without(content_of(), "images", 1, "file_name"), r'images\[1\] has no "file_name"'),
+        (without(content_of(), "images", 0, "height"), r'images\[0\] has no "height"'),
+        (without(content_of(), "annotations", 2, "image_id"), r'annotations\[2\] has no "image_id"'),
+        (without(content_of(), "annotations", 2, "category_id"), r'annotations\[2\] has no "category_id"'),
+        (replaced(content_of(), categories=[7]), r'categories\[0\] has no "id"'),
+        (
+            replaced(content_of(), annotations=[box(5, bbox=(1, 2, 3))]),
+            r"annotations\[0\].bbox must be \[x, y, width, height\]",
+        ),
+        (content_of(images=[5, 12, 5]), "the id 5 stands twice in images"),
+        (content_of(categories=[*CATEGORIES, {"id": 8, "name": "dog"}]), "the name 'dog' stands twice in categories"),
+    ],
+)
 def test_a_malformed_annotation_file_is_told_in_one_sentence(tmp_path, content, words):
     path = write(tmp_path / "train.json", content)
     with pytest.raises(DataError, match=words) as caught:
@@ -202,7 +236,8 @@ def test_what_cannot_be_trained_on_is_refused(folder):
     some = content_of()
     some["annotations"][4]["segmentation"] = []
     assert 'has no masks (no "segmentation"): use data.task "detection"' in refusal(
-        data_config(folder, boxes, task="instance"))
+        data_config(folder, boxes, task="instance")
+    )
     assert "1 annotations of" in refusal(data_config(folder, some, task="instance"))
     assert "annotations[4]" in refusal(data_config(folder, some, task="instance"))
     assert "set data.keep_empty to true" in refusal(data_config(folder, content_of(annotations=[])))
@@ -223,8 +258,12 @@ def test_orientation_is_that_of_the_image(folder):
     assert flags == {5: True, 900: True, 31: False, 12: True, 77: True}
 
 
-AUGMENTED = dict(train_scales=[[48, 48], [96, 96]], flip=0.5, keep_empty=True, augmentation=[
-    {"type": "RandomCrop", "crop_size": [32, 32]}, {"type": "PhotoMetricDistortion"}])
+AUGMENTED = dict(
+    train_scales=[[48, 48], [96, 96]],
+    flip=0.5,
+    keep_empty=True,
+    augmentation=[{"type": "RandomCrop", "crop_size": [32, 32]}, {"type": "PhotoMetricDistortion"}],
+)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -241,7 +280,7 @@ def test_augmentation_belongs_to_the_key_not_to_order_or_worker(folder, workers)
 
     one_by_one = load([[key] for key in keys])
     backwards = list(reversed(keys))
-    in_threes = load([backwards[i:i + 3] for i in range(0, len(keys), 3)], workers=workers)
+    in_threes = load([backwards[i : i + 3] for i in range(0, len(keys), 3)], workers=workers)
     assert one_by_one.keys() == in_threes.keys()
     assert all(torch.equal(one_by_one[key], in_threes[key]) for key in keys)
     # The same image at another position, in another epoch or under another seed looks different.
@@ -261,11 +300,16 @@ def test_objects365_as_unpacked_is_found_below_its_patches(folder, tmp_path):
         shutil.copy(folder / "images" / image["file_name"], tmp_path / "train" / patch)
         image["file_name"] = f"images/v{1 + number % 2}/{patch}/{image['file_name']}"
     # Three that its file lists are in no archive; one of them may be the first.
-    for place, name in ((0, "v2/patch16/objects365_v2_00908726.jpg"), (3, "v1/patch6/objects365_v1_00320532.jpg"),
-                        (7, "v1/patch6/objects365_v1_00320534.jpg")):
+    for place, name in (
+        (0, "v2/patch16/objects365_v2_00908726.jpg"),
+        (3, "v1/patch6/objects365_v1_00320532.jpg"),
+        (7, "v1/patch6/objects365_v1_00320534.jpg"),
+    ):
         content["images"].insert(place, {**content["images"][0], "id": 1000 + place, "file_name": f"images/{name}"})
         content["annotations"].append(complete(1000 + place, box(1000 + place)))
-    files = SplitConfig(annotations=write(tmp_path / "zhiyuan_objv2_train.json", content), images=str(tmp_path / "train"))
+    files = SplitConfig(
+        annotations=write(tmp_path / "zhiyuan_objv2_train.json", content), images=str(tmp_path / "train")
+    )
     train, val, _ = build_data(DataConfig(train=files, val=files, scale=[64, 64], workers=0))
     assert len(val.dataset) == 5 and all(val.dataset[k]["inputs"].shape[0] == 3 for k in range(5))
     assert len(train.dataset) == len(build_data(data_config(folder, content_of()))[0].dataset)

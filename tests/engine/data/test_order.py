@@ -33,14 +33,23 @@ def test_an_epoch_has_every_sample_once_and_is_filled_from_its_own_start(size, b
 
 
 @given(SIZES, FACTORS, FACTORS, FACTORS, SEEDS, st.booleans(), st.data())
-def test_ranks_and_accumulation_cut_one_and_the_same_global_batch(size, micro, accumulation, world, seed, grouped, data):
+def test_ranks_and_accumulation_cut_one_and_the_same_global_batch(
+    size, micro, accumulation, world, seed, grouped, data
+):
     total = micro * accumulation * world
     landscape = data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) if grouped else None
     whole = GlobalBatches(size=size, batch=total, seed=seed, landscape=landscape)
     steps = whole.steps_per_epoch + 2  # into the next epoch
-    shares = [RankMicroBatches(GlobalBatches(size=size, batch=total, seed=seed, landscape=landscape),
-                               BatchPlan(total, micro, accumulation, world), rank=rank, start=0, stop=steps)
-              for rank in range(world)]
+    shares = [
+        RankMicroBatches(
+            GlobalBatches(size=size, batch=total, seed=seed, landscape=landscape),
+            BatchPlan(total, micro, accumulation, world),
+            rank=rank,
+            start=0,
+            stop=steps,
+        )
+        for rank in range(world)
+    ]
     assert {len(share) for share in shares} == {steps * accumulation}
     ranks = [list(share) for share in shares]
     for step in range(steps):
@@ -54,7 +63,9 @@ def test_a_start_in_the_middle_continues_the_same_sequence(size, micro, accumula
     plan = BatchPlan(micro * accumulation * 2, micro, accumulation, 2)
 
     def share(start):
-        return RankMicroBatches(GlobalBatches(size=size, batch=plan.total, seed=seed), plan, rank=1, start=start, stop=25)
+        return RankMicroBatches(
+            GlobalBatches(size=size, batch=plan.total, seed=seed), plan, rank=1, start=start, stop=25
+        )
 
     assert list(share(start)) == list(islice(share(0), start * accumulation, None))
 
@@ -74,7 +85,10 @@ def test_grouping_by_aspect_sorts_inside_a_global_batch_and_changes_nothing_else
 def test_seeds_and_epochs_shuffle_differently(size, batch, one, other):
     assume(one != other)
     first = GlobalBatches(size=size, batch=batch, seed=one)
-    orders = [[key.index for key in epoch_of(batches, epoch)][:size]
-              for batches in (first, GlobalBatches(size=size, batch=batch, seed=other)) for epoch in (0, 1)]
+    orders = [
+        [key.index for key in epoch_of(batches, epoch)][:size]
+        for batches in (first, GlobalBatches(size=size, batch=batch, seed=other))
+        for epoch in (0, 1)
+    ]
     assert len({tuple(order) for order in orders}) == 4  # two of 30! orders do not meet by chance
     assert [key.index for key in epoch_of(first, 0)][:size] == orders[0]  # and going back finds the same

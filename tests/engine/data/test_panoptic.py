@@ -31,9 +31,14 @@ def copied(shapes, tmp_path):
 
     def load(**options):
         (tmp_path / "panoptic.json").write_text(json.dumps(content))
-        files = SplitConfig(annotations=str(tmp_path / "panoptic.json"), images=str(shapes / "train2017"),
-                            panoptic=str(tmp_path / "maps"))
-        return build_data(DataConfig(task="panoptic", train=files, val=files, scale=[96, 96], flip=0.0, workers=0, **options))
+        files = SplitConfig(
+            annotations=str(tmp_path / "panoptic.json"),
+            images=str(shapes / "train2017"),
+            panoptic=str(tmp_path / "maps"),
+        )
+        return build_data(
+            DataConfig(task="panoptic", train=files, val=files, scale=[96, 96], flip=0.0, workers=0, **options)
+        )
 
     return tmp_path / "maps", content, load
 
@@ -41,8 +46,9 @@ def copied(shapes, tmp_path):
 def test_training_and_scoring_read_the_same_segments(copied):
     maps, content, load = copied
     train, val, classes = load(keep_empty=True)
-    assert classes == Classes(tuple(c.name for c in THINGS), tuple(c.name for c in STUFF),
-                              tuple(c.id for c in THINGS + STUFF))
+    assert classes == Classes(
+        tuple(c.name for c in THINGS), tuple(c.name for c in STUFF), tuple(c.id for c in THINGS + STUFF)
+    )
     assert len(train.dataset) == len(val.dataset) == len(content["images"])
     by_image = {a["image_id"]: a for a in content["annotations"]}
     for index in range(len(train.dataset)):
@@ -56,8 +62,9 @@ def test_training_and_scoring_read_the_same_segments(copied):
         if sample.img_shape == ids.shape:  # 96 pixels already: nothing was resized
             assert (sample.gt_sem_seg.sem_seg[0].numpy() == expected).all()
             objects = [s for s in entry["segments_info"] if s["category_id"] < 91 and not s["iscrowd"]]
-            assert [[x, y, x + w, y + h] for x, y, w, h in (s["bbox"] for s in objects)] == \
-                sample.gt_instances.bboxes.tensor.tolist()
+            assert [
+                [x, y, x + w, y + h] for x, y, w, h in (s["bbox"] for s in objects)
+            ] == sample.gt_instances.bboxes.tensor.tolist()
             for mask, segment in zip(sample.gt_instances.masks.masks, objects):
                 assert ((ids == segment["id"]) == mask).all()
 
@@ -124,8 +131,9 @@ def spoil(content, name):
     elif name == "list":
         first["segments_info"][0]["category_id"] = [1]
     elif name == "many":
-        content["categories"] += [{"id": 1000 + n, "name": f"class {n}", "isthing": 0}
-                                  for n in range(256 - len(content["categories"]))]
+        content["categories"] += [
+            {"id": 1000 + n, "name": f"class {n}", "isthing": 0} for n in range(256 - len(content["categories"]))
+        ]
     elif name == "instances":
         del first["segments_info"]
         first["category_id"] = 1
@@ -137,16 +145,22 @@ def spoil(content, name):
         content["annotations"].append(first)
 
 
-@pytest.mark.parametrize("name,text", [
-    ("category", r"annotations\[0\] has a segment of category 77, which is not among the categories"),
-    ("double", r"annotations\[0\] has the segment \d+ twice"), ("bare", r'has a segment without "category_id"'),
-    ("text", r"""annotations\[0\] has a segment that is no object with "id" and "category_id": 'sky'"""),
-    ("number", r"""annotations\[0\] has a segment whose "id" must be a whole number, got '7'"""),
-    ("list", r"""annotations\[0\] has a segment of category \[1\], which is not among the categories"""),
-    ("many", r"panoptic.json lists 256 categories, but panoptic training takes at most 255"),
-    ("instances", r'panoptic.json is not a panoptic file: annotations\[0\] has no "segments_info"'),
-    ("unnamed", r'annotations\[0\] has no "file_name", the name of its PNG'),
-    ("absent", r"image \d+.jpg has no segments"), ("again", r"annotations\[24\] is the second one of image")])
+@pytest.mark.parametrize(
+    "name,text",
+    [
+        ("category", r"annotations\[0\] has a segment of category 77, which is not among the categories"),
+        ("double", r"annotations\[0\] has the segment \d+ twice"),
+        ("bare", r'has a segment without "category_id"'),
+        ("text", r"""annotations\[0\] has a segment that is no object with "id" and "category_id": 'sky'"""),
+        ("number", r"""annotations\[0\] has a segment whose "id" must be a whole number, got '7'"""),
+        ("list", r"""annotations\[0\] has a segment of category \[1\], which is not among the categories"""),
+        ("many", r"panoptic.json lists 256 categories, but panoptic training takes at most 255"),
+        ("instances", r'panoptic.json is not a panoptic file: annotations\[0\] has no "segments_info"'),
+        ("unnamed", r'annotations\[0\] has no "file_name", the name of its PNG'),
+        ("absent", r"image \d+.jpg has no segments"),
+        ("again", r"annotations\[24\] is the second one of image"),
+    ],
+)
 def test_a_broken_file_is_told_at_the_start(copied, name, text):
     _, content, load = copied
     spoil(content, name)
@@ -160,8 +174,11 @@ def test_as_many_classes_as_a_byte_holds_are_trained_on(copied):
     spoil(content, "many")
     content["categories"].pop()
     # The file's first stuff behind all others has the highest label.
-    content["categories"].append(content["categories"].pop(next(
-        place for place, category in enumerate(content["categories"]) if not category["isthing"])))
+    content["categories"].append(
+        content["categories"].pop(
+            next(place for place, category in enumerate(content["categories"]) if not category["isthing"])
+        )
+    )
     train, _, classes = load()
     assert len(classes.all) == 255
     labels = {int(v) for k in range(6) for v in train.dataset[k]["data_samples"].gt_sem_seg.sem_seg.unique()}
@@ -178,10 +195,15 @@ def test_a_folder_that_is_not_there_is_told_at_the_start(copied):
 def test_classes_survive_a_weight_file():
     classes = Classes(("cat", "dog"), ("sky",), (3, 9, 200))
     assert Classes.from_meta(json.loads(json.dumps(classes.to_meta()))) == classes
-    assert classes.to_meta() == {"classes": ["cat", "dog", "sky"], "category_ids": [3, 9, 200],
-                                 "thing_classes": ["cat", "dog"], "stuff_classes": ["sky"]}
+    assert classes.to_meta() == {
+        "classes": ["cat", "dog", "sky"],
+        "category_ids": [3, 9, 200],
+        "thing_classes": ["cat", "dog"],
+        "stuff_classes": ["sky"],
+    }
     assert set(Classes(("cat",), (), (3,)).to_meta()) == {"classes", "category_ids"}
     # mmdet's files have no ids.
     assert Classes.from_meta({"classes": ("cat", "dog")}) == Classes(("cat", "dog"), (), (1, 2))
-    assert Classes.from_meta({"classes": ("cat", "dog", "sky"), "thing_classes": ("cat", "dog"),
-                              "stuff_classes": ("sky",)}) == Classes(("cat", "dog"), ("sky",), (1, 2, 3))
+    assert Classes.from_meta(
+        {"classes": ("cat", "dog", "sky"), "thing_classes": ("cat", "dog"), "stuff_classes": ("sky",)}
+    ) == Classes(("cat", "dog"), ("sky",), (1, 2, 3))

@@ -36,7 +36,9 @@ def test_labels_are_the_files_numbers_less_one(ade):
     test, train = images_of(ade), images_of(ade, training=True, flip=0.0)
     assert len(test) == len(train) == 6
     for index in range(6):
-        numbers = np.asarray(Image.open(ade / "annotations" / "training" / f"ADE_train_{index + 1:08d}.png")).astype(int)
+        numbers = np.asarray(Image.open(ade / "annotations" / "training" / f"ADE_train_{index + 1:08d}.png")).astype(
+            int
+        )
         expected = np.where(numbers == 0, IGNORED, numbers - 1)
         sample = test[index]["data_samples"]
         assert (sample.truth == expected).all() and sample.img_id == index + 1
@@ -94,8 +96,10 @@ def test_classes_are_read_from_the_table_by_their_first_name(ade):
     assert read_class_table(maps) == Classes(NAMES, (), tuple(range(1, len(NAMES) + 1)))
     table = ade / "objectInfo150.txt"
     # Blanks behind names and numbers, and synonyms, as the real table has them.
-    table.write_text("Idx\tRatio\tTrain\tVal\tName\n1\t0.1576\t11664\t1172\twall\n2 \t0.1072\t6046\t612\tbed \n"
-                     "3\t0.08\t1\t1\tscreen door, screen\n4\t0.08\t1\t1\tblind, screen\n")
+    table.write_text(
+        "Idx\tRatio\tTrain\tVal\tName\n1\t0.1576\t11664\t1172\twall\n2 \t0.1072\t6046\t612\tbed \n"
+        "3\t0.08\t1\t1\tscreen door, screen\n4\t0.08\t1\t1\tblind, screen\n"
+    )
     assert read_class_table(maps).things == ("wall", "bed", "screen door", "blind")
     table.write_text("Idx\tName\n1\tbed, bunk\n2\tbed, flower bed\n")
     assert read_class_table(maps).things == ("bed, bunk", "bed, flower bed")

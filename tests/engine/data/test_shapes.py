@@ -60,8 +60,12 @@ def test_instances_decode_to_their_area_and_tight_box(folder, split):
             ys, xs = np.nonzero(mask)
             x, y, width, height = row["bbox"]
             assert mask.sum() == pytest.approx(row["area"], rel=0.02)
-            assert np.abs(np.subtract([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1],
-                                      [x, y, x + width, y + height])).max() <= 1
+            assert (
+                np.abs(
+                    np.subtract([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], [x, y, x + width, y + height])
+                ).max()
+                <= 1
+            )
             assert isinstance(row["segmentation"], dict if row["iscrowd"] else list)
             seen += 1
     assert seen > 2 * (SETTINGS.train_images if split == "train" else SETTINGS.val_images)
@@ -109,7 +113,7 @@ def test_the_labels_show_what_the_picture_shows(monkeypatch):
         assert sum(map(len, numbers)) == len(set().union(*numbers))
         for number, label in zip(numbers, thing_labels):
             if not scene.segments[label - 1].iscrowd:
-                alone, = number
+                (alone,) = number
                 visible = scene.labels == label
                 # Parts below eight pixels are void, so a little less than the rule's 0.4 may be left.
                 assert visible.sum() > 0.35 * (painted[int(alone) - 1001] > 127).sum()
@@ -166,8 +170,9 @@ def test_semantic_maps_are_the_panoptic_ones_by_class(folder, split):
 
 
 def test_the_class_table_reads_as_ade20k_ships_it(folder):
-    head, *rows = (line.split("\t") for line in
-                   (folder / "ADEChallengeData2016" / "objectInfo150.txt").read_text().splitlines())
+    head, *rows = (
+        line.split("\t") for line in (folder / "ADEChallengeData2016" / "objectInfo150.txt").read_text().splitlines()
+    )
     assert head == ["Idx", "Ratio", "Train", "Val", "Name"]
     assert [(int(row[0]), row[4]) for row in rows] == [(k + 1, c.name) for k, c in enumerate(ADE20K_CLASSES)]
     assert 0.95 < sum(float(row[1]) for row in rows) < 1
@@ -216,8 +221,10 @@ def test_run_lengths_are_coco_s(first):
 
 
 def test_same_settings_write_the_same_bytes_and_another_seed_does_not(tmp_path):
-    one, two, other = (files(write_shapes(ShapesSettings(train_images=6, val_images=2, seed=seed), tmp_path / name))
-                       for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    one, two, other = (
+        files(write_shapes(ShapesSettings(train_images=6, val_images=2, seed=seed), tmp_path / name))
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
     assert one == two
     pictures = {content for name, content in one.items() if name.endswith(".jpg")}
     assert len(pictures) == 8 and not pictures & set(other.values())
@@ -230,7 +237,7 @@ def test_an_image_does_not_depend_on_how_many_there_are(tmp_path):
     assert len(images) == 6 * 4 and all(few_files[name] == many_files[name] for name in images)
     for kind in ("instances", "panoptic"):
         rows, more = (read_json(path, kind, "train")["annotations"] for path in (few, many))
-        assert 5 <= len(rows) < len(more) and more[:len(rows)] == rows
+        assert 5 <= len(rows) < len(more) and more[: len(rows)] == rows
 
 
 def test_a_finished_data_set_is_reused_and_found_through_the_environment(tmp_path, monkeypatch):
@@ -264,8 +271,10 @@ def test_two_processes_that_race_both_get_the_one_data_set(tmp_path):
 
 def test_a_killed_writer_leaves_nothing_that_looks_finished(tmp_path):
     settings = ShapesSettings(train_images=300, val_images=1, image_size=64)
-    program = ("import sys; from pathlib import Path; from engine.data.shapes import ShapesSettings, write_shapes; "
-               "write_shapes(ShapesSettings(train_images=300, val_images=1, image_size=64), Path(sys.argv[1]))")
+    program = (
+        "import sys; from pathlib import Path; from engine.data.shapes import ShapesSettings, write_shapes; "
+        "write_shapes(ShapesSettings(train_images=300, val_images=1, image_size=64), Path(sys.argv[1]))"
+    )
     writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[3])
     deadline = time.monotonic() + 30
     while len(list(tmp_path.glob(".*/train2017/*.jpg"))) < 5 and time.monotonic() < deadline:
@@ -284,28 +293,48 @@ def test_an_unwritable_cache_is_one_sentence_with_the_way_out(tmp_path):
         write_shapes(ShapesSettings(train_images=1, val_images=1), blocked)
 
 
-@pytest.mark.parametrize("name, value", [("train_images", 0), ("val_images", -1), ("image_size", 63),
-                                         ("image_size", 160.0), ("max_objects", 0), ("max_objects", 51), ("seed", -1),
-                                         ("seed", True)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("train_images", 0),
+        ("val_images", -1),
+        ("image_size", 63),
+        ("image_size", 160.0),
+        ("max_objects", 0),
+        ("max_objects", 51),
+        ("seed", -1),
+        ("seed", True),
+    ],
+)
 def test_bad_settings_are_refused(name, value):
     with pytest.raises(ValueError, match=rf"^{name} must be a whole number in \d+\.\.\d+, got {value}$"):
         ShapesSettings(**{name: value})
 
 
 def mmdet_data(folder, split, kind):
-    import models  # noqa: F401  (makes mmdet importable without mmcv's compiled ops)
     from mmdet.datasets import CocoDataset, CocoPanopticDataset
+
+    import models  # noqa: F401  (makes mmdet importable without mmcv's compiled ops)
 
     names = {"things": tuple(c.name for c in THINGS), "stuff": tuple(c.name for c in STUFF)}
     images = f"{split}2017/"
     if kind == "instances":
-        return CocoDataset(ann_file=f"annotations/instances_{split}2017.json", data_root=str(folder),
-                           data_prefix={"img": images}, metainfo={"classes": names["things"]})
+        return CocoDataset(
+            ann_file=f"annotations/instances_{split}2017.json",
+            data_root=str(folder),
+            data_prefix={"img": images},
+            metainfo={"classes": names["things"]},
+        )
     return CocoPanopticDataset(
-        ann_file=f"annotations/panoptic_{split}2017.json", data_root=str(folder),
+        ann_file=f"annotations/panoptic_{split}2017.json",
+        data_root=str(folder),
         data_prefix={"img": images, "seg": f"annotations/panoptic_{split}2017/"},
-        metainfo={"classes": names["things"] + names["stuff"], "thing_classes": names["things"],
-                  "stuff_classes": names["stuff"]})
+        metainfo={
+            "classes": names["things"] + names["stuff"],
+            "thing_classes": names["things"],
+            "stuff_classes": names["stuff"],
+        },
+    )
 
 
 @SPLITS
@@ -314,16 +343,24 @@ def test_mmdet_reads_the_instances(folder, split):
     rows = Counter((row["image_id"], row["category_id"], row["iscrowd"]) for row in content["annotations"])
     items = [data.get_data_info(k) for k in range(len(data))]
     assert len(items) == len(content["images"]) and all(Path(item["img_path"]).is_file() for item in items)
-    assert Counter((item["img_id"], THINGS[i["bbox_label"]].id, i["ignore_flag"])
-                   for item in items for i in item["instances"]) == rows
+    assert (
+        Counter(
+            (item["img_id"], THINGS[i["bbox_label"]].id, i["ignore_flag"]) for item in items for i in item["instances"]
+        )
+        == rows
+    )
 
 
 @SPLITS
 def test_mmdet_reads_the_panoptic_segments(folder, split):
     data, content = mmdet_data(folder, split, "panoptic"), read_json(folder, "panoptic", split)
-    expected = {row["image_id"]: Counter((s["id"], s["category_id"]) for s in row["segments_info"])
-                for row in content["annotations"]}
+    expected = {
+        row["image_id"]: Counter((s["id"], s["category_id"]) for s in row["segments_info"])
+        for row in content["annotations"]
+    }
     items = [data.get_data_info(k) for k in range(len(data))]
     assert all(Path(item["seg_map_path"]).is_file() for item in items)
-    assert {item["img_id"]: Counter((s["id"], (THINGS + STUFF)[s["category"]].id) for s in item["segments_info"])
-            for item in items} == expected
+    assert {
+        item["img_id"]: Counter((s["id"], (THINGS + STUFF)[s["category"]].id) for s in item["segments_info"])
+        for item in items
+    } == expected

@@ -23,8 +23,11 @@ def counted(pairs):
     shown = sorted(set(real) | set(guess))
     ious = [right[c] / (real[c] + guess[c] - right[c]) for c in shown]
     accuracies = [right[c] / real[c] for c in shown if real[c]]
-    return {"mIoU": 100 * sum(ious) / len(ious), "mAcc": 100 * sum(accuracies) / len(accuracies),
-            "aAcc": 100 * sum(right.values()) / sum(real.values())}
+    return {
+        "mIoU": 100 * sum(ious) / len(ious),
+        "mAcc": 100 * sum(accuracies) / len(accuracies),
+        "aAcc": 100 * sum(right.values()) / sum(real.values()),
+    }
 
 
 def random_pair(rng):
@@ -48,7 +51,10 @@ def test_the_truth_scores_100_and_ignored_pixels_do_not_count():
         found = np.where(truth == IGNORED, nonsense, truth)
         table = add_up([image_areas(truth, found, ignored=IGNORED)], CLASSES)
         assert iou_metrics(table) == {"mIoU": 100.0, "mAcc": 100.0, "aAcc": 100.0}
-        assert iou_by_class(table, list("abcdef")) == {"a": {"IoU": 100.0, "Acc": 100.0}, "d": {"IoU": 100.0, "Acc": 100.0}}
+        assert iou_by_class(table, list("abcdef")) == {
+            "a": {"IoU": 100.0, "Acc": 100.0},
+            "d": {"IoU": 100.0, "Acc": 100.0},
+        }
 
 
 def test_a_class_that_only_the_prediction_has_costs_iou_and_not_accuracy():

@@ -23,8 +23,10 @@ needs_sample = pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no COCO panoptic
 def as_sets(panoptic):
     """[(class, crowd, set of pixel numbers)] and the void pixels, of a map."""
     flat = panoptic.pixels.ravel()
-    segments = [(int(label), bool(crowd), {int(i) for i in np.flatnonzero(flat == number)})
-                for number, (label, crowd) in enumerate(zip(panoptic.labels, panoptic.crowd), 1)]
+    segments = [
+        (int(label), bool(crowd), {int(i) for i in np.flatnonzero(flat == number)})
+        for number, (label, crowd) in enumerate(zip(panoptic.labels, panoptic.crowd), 1)
+    ]
     return [s for s in segments if s[2]], {int(i) for i in np.flatnonzero(flat == 0)}
 
 
@@ -35,7 +37,9 @@ def brute_force(pairs):
         real, void = as_sets(truth)
         guesses, _ = as_sets(found)
         used_real, used_guess = set(), set()
-        for (i, (label, crowd, pixels)), (j, (guess, _, there)) in itertools.product(enumerate(real), enumerate(guesses)):
+        for (i, (label, crowd, pixels)), (j, (guess, _, there)) in itertools.product(
+            enumerate(real), enumerate(guesses)
+        ):
             iou = Fraction(len(pixels & there), len(pixels | (there - void)) or 1)
             if not crowd and label == guess and iou > Fraction(1, 2):
                 assert i not in used_real and j not in used_guess
@@ -66,7 +70,9 @@ def check(pairs, classes=CLASSES, things=3):
     table = add_up([image_quality(*pair) for pair in pairs], classes)
     metrics, expected = quality_metrics(table, things), brute_force(pairs)
     for suffix, labels in (("", range(classes)), ("_th", range(things)), ("_st", range(things, classes))):
-        assert [metrics[name + suffix] for name in ("PQ", "SQ", "RQ")] == pytest.approx(mean_of(expected, labels), abs=1e-9)
+        assert [metrics[name + suffix] for name in ("PQ", "SQ", "RQ")] == pytest.approx(
+            mean_of(expected, labels), abs=1e-9
+        )
     quality = class_quality(table)
     assert {k for k in range(classes) if not np.isnan(quality[k, 0])} == set(expected)
     for label, values in expected.items():
@@ -76,8 +82,11 @@ def check(pairs, classes=CLASSES, things=3):
 
 def panoptic(pixels, labels, crowd=None):
     labels = np.array(labels, np.int64)
-    return PanopticMap(pixels=np.array(pixels, np.int32), labels=labels,
-                       crowd=np.zeros(len(labels), bool) if crowd is None else np.array(crowd, bool))
+    return PanopticMap(
+        pixels=np.array(pixels, np.int32),
+        labels=labels,
+        crowd=np.zeros(len(labels), bool) if crowd is None else np.array(crowd, bool),
+    )
 
 
 def random_pair(rng, size=9):
@@ -139,7 +148,9 @@ def test_classes_nobody_shows_have_no_say():
     metrics = quality_metrics(table, 3)
     assert metrics == {f"{name}{suffix}": 100.0 for suffix in ("", "_th", "_st") for name in ("PQ", "SQ", "RQ")}
     assert list(quality_by_class(table, list("abcde"))) == ["a", "d"]
-    assert quality_metrics(add_up([image_quality(panoptic([[1]], [0]), panoptic([[0]], []))], CLASSES), 3)["PQ_st"] == -1
+    assert (
+        quality_metrics(add_up([image_quality(panoptic([[1]], [0]), panoptic([[0]], []))], CLASSES), 3)["PQ_st"] == -1
+    )
 
 
 def test_codes_of_mmdet_become_segments():
@@ -159,8 +170,10 @@ def half_of_the_images(seeds):
     from engine import distributed
     from engine.evaluation import gather_predictions
 
-    mine = [dict(image_id=seed, rows=image_quality(*random_pair(np.random.default_rng(seed))))
-            for seed in seeds[distributed.rank()::distributed.world_size()]]
+    mine = [
+        dict(image_id=seed, rows=image_quality(*random_pair(np.random.default_rng(seed))))
+        for seed in seeds[distributed.rank() :: distributed.world_size()]
+    ]
     everything = gather_predictions(mine, len(seeds))
     return None if everything is None else quality_metrics(add_up([p["rows"] for p in everything], CLASSES), 3)
 
@@ -177,8 +190,11 @@ def sample():
     from engine.config.schema import DataConfig, SplitConfig
     from engine.data.build import build_data
 
-    files = SplitConfig(annotations=str(SAMPLE / "panoptic_examples.json"), images=str(SAMPLE / "input_images"),
-                        panoptic=str(SAMPLE / "panoptic_examples"))
+    files = SplitConfig(
+        annotations=str(SAMPLE / "panoptic_examples.json"),
+        images=str(SAMPLE / "input_images"),
+        panoptic=str(SAMPLE / "panoptic_examples"),
+    )
     train, val, classes = build_data(DataConfig(task="panoptic", train=files, val=files, scale=[320, 200], workers=0))
     samples = [val.dataset[index]["data_samples"] for index in range(len(val.dataset))]
     return {s.img_id: s.truth for s in samples}, classes, train
@@ -198,12 +214,16 @@ def test_the_real_sample_is_read_as_its_files_say(sample):
     names = {c["id"]: c["name"] for c in content["categories"]}
     for annotation in content["annotations"]:
         truth = truths[annotation["image_id"]]
-        assert (truth.pixels == 0).sum() == (read_ids(SAMPLE / "panoptic_examples" / annotation["file_name"]) == 0).sum()
+        assert (truth.pixels == 0).sum() == (
+            read_ids(SAMPLE / "panoptic_examples" / annotation["file_name"]) == 0
+        ).sum()
         for place, segment in enumerate(annotation["segments_info"]):
             assert (truth.pixels == place + 1).sum() == segment["area"]
             assert classes.all[truth.labels[place]] == names[segment["category_id"]]
-    things = {annotation["image_id"]: sum(s["category_id"] <= 90 and not s["iscrowd"] for s in annotation["segments_info"])
-              for annotation in content["annotations"]}
+    things = {
+        annotation["image_id"]: sum(s["category_id"] <= 90 and not s["iscrowd"] for s in annotation["segments_info"])
+        for annotation in content["annotations"]
+    }
     for index in range(len(train.dataset)):
         loaded = train.dataset[index]["data_samples"]
         assert len(loaded.gt_instances) == len(loaded.gt_instances.masks) == things[loaded.img_id] > 5
@@ -234,7 +254,9 @@ def test_the_written_result_of_the_real_sample_read_as_data_scores_100(sample, t
         save_image(tmp_path / f"{image}.png", picture)
         content["annotations"].append(dict(image_id=image, file_name=f"{image}.png", segments_info=segments))
     (tmp_path / "panoptic.json").write_text(json.dumps(content))
-    files = SplitConfig(annotations=str(tmp_path / "panoptic.json"), images=str(SAMPLE / "input_images"), panoptic=str(tmp_path))
+    files = SplitConfig(
+        annotations=str(tmp_path / "panoptic.json"), images=str(SAMPLE / "input_images"), panoptic=str(tmp_path)
+    )
     _, val, again = build_data(DataConfig(task="panoptic", train=files, val=files, scale=[320, 200], workers=0))
     read = {sample.img_id: sample.truth for sample in (val.dataset[k]["data_samples"] for k in range(len(val.dataset)))}
     assert again == classes and read.keys() == truths.keys()

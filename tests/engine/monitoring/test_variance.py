@@ -12,11 +12,16 @@ from engine.monitoring.variance import by_seed, matched_end, read_variances, sum
 from engine.monitoring.variance_picture import draw_variance
 
 
-def write_run(folder, *, steps, per_epoch, seed=0, batch=8, phi=lambda step: 0.5, mu=1.0, anchor=None, start=0, head="head"):
+def write_run(
+    folder, *, steps, per_epoch, seed=0, batch=8, phi=lambda step: 0.5, mu=1.0, anchor=None, start=0, head="head"
+):
     folder.mkdir()
     params = {} if anchor is None else {"anchor": anchor}
-    (folder / "config.json").write_text(json.dumps({
-        "train_batch_size": batch, "optimizer": {"params": params}, "run": {"seed": seed, "work_dir": str(folder)}}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"train_batch_size": batch, "optimizer": {"params": params}, "run": {"seed": seed, "work_dir": str(folder)}}
+        )
+    )
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
             record = {"step": step, "epoch": step / per_epoch, "loss": 1.0, "mu": {"backbone": 1.0, head: mu}}
@@ -28,9 +33,11 @@ def write_run(folder, *, steps, per_epoch, seed=0, batch=8, phi=lambda step: 0.5
 
 @pytest.fixture
 def runs(tmp_path):
-    return [write_run(tmp_path / "small-seed0", steps=80, per_epoch=20),
-            write_run(tmp_path / "small-seed1", steps=80, per_epoch=20, seed=1),
-            write_run(tmp_path / "large", steps=20, per_epoch=5, batch=32, mu=2.0)]
+    return [
+        write_run(tmp_path / "small-seed0", steps=80, per_epoch=20),
+        write_run(tmp_path / "small-seed1", steps=80, per_epoch=20, seed=1),
+        write_run(tmp_path / "large", steps=20, per_epoch=5, batch=32, mu=2.0),
+    ]
 
 
 def test_seeds_of_one_run_share_a_column_and_its_title(runs):
@@ -49,12 +56,16 @@ def test_the_matched_axis_ends_with_the_shortest_run(runs, tmp_path):
 def test_a_run_that_measures_nothing_until_the_matched_end_is_named(tmp_path, axis, first, end):
     from launch.plot import _plot
 
-    runs = [write_run(tmp_path / "short", steps=20, per_epoch=20), write_run(tmp_path / "late", steps=80, per_epoch=20, start=30)]
+    runs = [
+        write_run(tmp_path / "short", steps=20, per_epoch=20),
+        write_run(tmp_path / "late", steps=80, per_epoch=20, start=30),
+    ]
     with pytest.raises(UserError) as caught:
         _plot(Namespace(runs=[run.run for run in runs], matched=[axis], smooth=0.0, out=str(tmp_path / "picture.png")))
     assert str(caught.value) == (
         f"{runs[1].run} has its first gradient variance at {axis} {first}, behind the end of the shortest run ({end}): "
-        f"train it with optimizer.params.start_step=0, or leave the matched {axis}s out")
+        f"train it with optimizer.params.start_step=0, or leave the matched {axis}s out"
+    )
     assert not (tmp_path / "picture.png").exists()
     _plot(Namespace(runs=[run.run for run in runs], matched=[], smooth=0.0, out=str(tmp_path / "picture.png")))
 
@@ -75,8 +86,10 @@ def test_half_a_line_at_the_end_is_left_out_and_a_broken_one_before_it_named(tmp
 def test_the_legend_names_the_modules_of_all_columns(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    runs = [write_run(tmp_path / name, steps=10, per_epoch=5, head=f"{name}_head", batch=batch)
-            for batch, name in enumerate(("rpn", "bbox", "mask"), 8)]
+    runs = [
+        write_run(tmp_path / name, steps=10, per_epoch=5, head=f"{name}_head", batch=batch)
+        for batch, name in enumerate(("rpn", "bbox", "mask"), 8)
+    ]
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
     draw_variance(runs, tmp_path / "picture.png")
@@ -106,7 +119,7 @@ def test_a_column_per_group_and_rows_for_each_axis(runs, tmp_path):
         return Image.open(draw_variance(chosen, tmp_path / "picture.png", axes=axes)).size
 
     plain, seeds, both = size(runs[:1]), size(runs[:2]), size(runs)
-    assert seeds == plain                              # two seeds, one column; one row, as nothing is modulated
+    assert seeds == plain  # two seeds, one column; one row, as nothing is modulated
     assert both[0] == 2 * plain[0] and both[1] > 2 * plain[1]
     assert size(runs, ("step", "epoch"))[1] > 1.8 * both[1]
 
@@ -121,8 +134,10 @@ def test_a_run_without_measurements_is_refused(tmp_path):
 def test_a_row_shows_the_highest_of_its_runs(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    runs = [write_run(tmp_path / "low", steps=10, per_epoch=5, phi=lambda step: 0.1),
-            write_run(tmp_path / "high", steps=10, per_epoch=5, batch=32, phi=lambda step: 0.9, mu=3.0)]
+    runs = [
+        write_run(tmp_path / "low", steps=10, per_epoch=5, phi=lambda step: 0.1),
+        write_run(tmp_path / "high", steps=10, per_epoch=5, batch=32, phi=lambda step: 0.9, mu=3.0),
+    ]
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
     draw_variance(runs, tmp_path / "picture.png")

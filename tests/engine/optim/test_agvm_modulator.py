@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.optim import AGVMSGD, Modulator
 from engine.optim.reference import variance
@@ -29,8 +30,13 @@ def sums_of(u, D, estimator):
 
 
 @settings(max_examples=100, deadline=None)
-@given(R=st.integers(2, 9), size=st.integers(1, 20), seed=st.integers(0, 10**6),
-       estimator=st.sampled_from(["halves", "replicas"]), signal=st.sampled_from([0.0, 1.0, 30.0]))
+@given(
+    R=st.integers(2, 9),
+    size=st.integers(1, 20),
+    seed=st.integers(0, 10**6),
+    estimator=st.sampled_from(["halves", "replicas"]),
+    signal=st.sampled_from([0.0, 1.0, 30.0]),
+)
 def test_variance_from_three_sums_is_the_definition(R, size, seed, estimator, signal):
     generator = torch.Generator().manual_seed(seed)
     mean = signal * torch.randn(size, generator=generator, dtype=torch.float64)
@@ -79,7 +85,7 @@ def test_a_module_without_gradient_keeps_mu_and_an_anchor_without_one_discards()
     mu = dict(m.mu)
     assert m.update(2, {"a": [1.0, 0.5, 0.0], "b": [0.0, 0.0, 0.0]}, 2)
     assert m.mu == mu and set(m.phi) == {"a"}
-    assert m.update(3, {"a": [1.0, 0.5, 0.0], "b": [1.0, 1.0, 1.0]}, 2)         # only one half has a gradient
+    assert m.update(3, {"a": [1.0, 0.5, 0.0], "b": [1.0, 1.0, 1.0]}, 2)  # only one half has a gradient
     assert m.mu == mu and set(m.phi) == {"a"}
     assert not m.update(4, {"a": [0.0, 0.0, 0.0], "b": [1.0, 0.25, 0.0]}, 2)
     assert m.mu == mu
@@ -98,11 +104,18 @@ def test_state_is_keyed_by_module_name():
     assert other.mu == {"c": 1.0, "b": m.mu["b"], "a": 1.0} and other.windows == 1 and other.phi == m.phi
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"tau": 0}, "tau must be a whole number >= 1, got 0"), ({"alpha": 1.0}, r"alpha must be in \[0, 1\), got 1.0"),
-    ({"anchor": "x"}, "anchor must be one of"), ({"estimator": "x"}, "estimator must be one of"),
-    ({"clip": (2, 10)}, "clip must be"), ({"start_step": "warmup"}, "start_step must be a whole number"),
-    ({"ratio_eps": -1}, "ratio_eps must be >= 0")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"tau": 0}, "tau must be a whole number >= 1, got 0"),
+        ({"alpha": 1.0}, r"alpha must be in \[0, 1\), got 1.0"),
+        ({"anchor": "x"}, "anchor must be one of"),
+        ({"estimator": "x"}, "estimator must be one of"),
+        ({"clip": (2, 10)}, "clip must be"),
+        ({"start_step": "warmup"}, "start_step must be a whole number"),
+        ({"ratio_eps": -1}, "ratio_eps must be >= 0"),
+    ],
+)
 def test_wrong_settings_are_refused_with_what_is_allowed(changes, words):
     with pytest.raises(ValueError, match=words):
         modulator(**changes)

@@ -27,8 +27,12 @@ def names(model, groups):
 
 def test_a_detectors_modules_are_its_parts_with_the_roi_head_split():
     assert detector_modules(Detector()) == {
-        "backbone": ["backbone"], "neck": ["neck"], "rpn_head": ["rpn_head"], "bbox_head": ["roi_head.bbox_head"],
-        "mask_head": ["roi_head.mask_head"]}
+        "backbone": ["backbone"],
+        "neck": ["neck"],
+        "rpn_head": ["rpn_head"],
+        "bbox_head": ["roi_head.bbox_head"],
+        "mask_head": ["roi_head.mask_head"],
+    }
 
 
 def test_a_name_taken_twice_keeps_its_path_and_loose_parameters_are_found():
@@ -59,10 +63,16 @@ def test_a_predicate_may_choose_what_is_not_decayed():
     assert groups["neck", 0.0] == ["neck.weight", "neck.bias"] and ("rpn_head", None) in groups
 
 
-@pytest.mark.parametrize("modules, words", [
-    ({"backbone": ["backbone"]}, r"'neck.weight' is in none of the modules \['backbone'\]"),
-    ({"all": ["backbone", "neck", "rpn_head", "roi_head"], "mask": ["roi_head.mask_head"]},
-     r"'roi_head.mask_head.weight' is in modules \['all', 'mask'\]")])
+@pytest.mark.parametrize(
+    "modules, words",
+    [
+        ({"backbone": ["backbone"]}, r"'neck.weight' is in none of the modules \['backbone'\]"),
+        (
+            {"all": ["backbone", "neck", "rpn_head", "roi_head"], "mask": ["roi_head.mask_head"]},
+            r"'roi_head.mask_head.weight' is in modules \['all', 'mask'\]",
+        ),
+    ],
+)
 def test_a_parameter_in_no_module_or_in_two_is_named(modules, words):
     with pytest.raises(ValueError, match=words):
         module_groups(Detector(), modules)

@@ -5,7 +5,7 @@ import torch
 
 import engine.optim.agvm_adamw
 import engine.optim.agvm_sgd
-from engine.optim import AGVMAdamW, AGVMOptimizer, AGVMSGD
+from engine.optim import AGVMSGD, AGVMAdamW, AGVMOptimizer
 from engine.optim.rule import pieces
 
 
@@ -22,11 +22,15 @@ def train(make, steps=5):
 
 
 @pytest.mark.parametrize("batch", [3, 1 << 22])
-@pytest.mark.parametrize("ours, torchs, options", [
-    (AGVMAdamW, torch.optim.AdamW, dict(lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5)),
-    (AGVMSGD, torch.optim.SGD, dict(lr=0.1, weight_decay=0.3, momentum=0.7)),
-    (AGVMSGD, torch.optim.SGD, dict(lr=0.1, momentum=0.7, nesterov=True)),
-    (AGVMSGD, torch.optim.SGD, dict(lr=0.1, momentum=0.0))])
+@pytest.mark.parametrize(
+    "ours, torchs, options",
+    [
+        (AGVMAdamW, torch.optim.AdamW, dict(lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-5)),
+        (AGVMSGD, torch.optim.SGD, dict(lr=0.1, weight_decay=0.3, momentum=0.7)),
+        (AGVMSGD, torch.optim.SGD, dict(lr=0.1, momentum=0.7, nesterov=True)),
+        (AGVMSGD, torch.optim.SGD, dict(lr=0.1, momentum=0.0)),
+    ],
+)
 def test_a_rule_is_torchs_in_batches_of_any_size(monkeypatch, batch, ours, torchs, options):
     monkeypatch.setattr(engine.optim.agvm_adamw, "BATCH", batch)
     monkeypatch.setattr(engine.optim.agvm_sgd, "BATCH", batch)
@@ -83,9 +87,15 @@ def test_pieces_cover_everything_once():
     assert max(x.numel() for _, x in got) <= 4
 
 
-@pytest.mark.parametrize("make", [lambda g: AGVMAdamW(g, lr=-1), lambda g: AGVMAdamW(g, betas=(1.0, 0.9)),
-                                  lambda g: AGVMSGD(g, lr=1, momentum=-1), lambda g: AGVMSGD(g, lr=1, momentum=0,
-                                                                                            nesterov=True)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: AGVMAdamW(g, lr=-1),
+        lambda g: AGVMAdamW(g, betas=(1.0, 0.9)),
+        lambda g: AGVMSGD(g, lr=1, momentum=-1),
+        lambda g: AGVMSGD(g, lr=1, momentum=0, nesterov=True),
+    ],
+)
 def test_impossible_settings_are_refused(make):
     with pytest.raises(ValueError, match="got"):
         make([{"params": [torch.nn.Parameter(torch.zeros(1))], "module": "backbone"}])

@@ -11,13 +11,33 @@ from engine.optim.build import build_optimizer, set_learning_rate
 from engine.optim.param_groups import param_groups
 
 CLASSES = Classes(("a", "b"), (), (1, 2))
-SWIN = {"backbone": {"type": "SwinTransformer", "_delete_": True, "embed_dims": 12, "depths": [1, 2, 1, 1],
-                     "num_heads": [1, 2, 2, 4], "window_size": 4,
-                     "use_abs_pos_embed": True, "pretrain_img_size": 32}, "neck.in_channels": [12, 24, 48, 96]}
-TIMM = {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "resnet10t"},
-        "neck.in_channels": [64, 128, 256, 512]}
-VIT = {"backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "vit_tiny_patch16_224", "depth": 4,
-                    "out_indices": [0, 1, 2, 3]}, "neck.in_channels": [192] * 4}
+SWIN = {
+    "backbone": {
+        "type": "SwinTransformer",
+        "_delete_": True,
+        "embed_dims": 12,
+        "depths": [1, 2, 1, 1],
+        "num_heads": [1, 2, 2, 4],
+        "window_size": 4,
+        "use_abs_pos_embed": True,
+        "pretrain_img_size": 32,
+    },
+    "neck.in_channels": [12, 24, 48, 96],
+}
+TIMM = {
+    "backbone": {"type": "TimmBackbone", "_delete_": True, "model_name": "resnet10t"},
+    "neck.in_channels": [64, 128, 256, 512],
+}
+VIT = {
+    "backbone": {
+        "type": "TimmBackbone",
+        "_delete_": True,
+        "model_name": "vit_tiny_patch16_224",
+        "depth": 4,
+        "out_indices": [0, 1, 2, 3],
+    },
+    "neck.in_channels": [192] * 4,
+}
 FASTER = "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py"
 THIN = {"backbone.depth": 18, "backbone.base_channels": 8, "neck.in_channels": [8, 16, 32, 64]}
 
@@ -28,7 +48,9 @@ def detector(config="tiny_retinanet", options=None, frozen=()):
     import_mmdet()
     from engine.detector import build_detector
 
-    return build_detector(DetectorConfig(config=config, options=options or {}, frozen=list(frozen)), CLASSES, "detection")
+    return build_detector(
+        DetectorConfig(config=config, options=options or {}, frozen=list(frozen)), CLASSES, "detection"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +73,13 @@ def table(model, **options):
 def test_groups_are_few_one_for_each_module_and_decay(retinanet):
     groups = groups_of(retinanet, norm_decay=False, bias_decay=False)
     assert [(g["module"], g["weight_decay"]) for g in groups] == [
-        ("backbone", 0.5), ("backbone", 0.0), ("neck", 0.5), ("neck", 0.0), ("bbox_head", 0.5), ("bbox_head", 0.0)]
+        ("backbone", 0.5),
+        ("backbone", 0.0),
+        ("neck", 0.5),
+        ("neck", 0.0),
+        ("bbox_head", 0.5),
+        ("bbox_head", 0.0),
+    ]
     assert [g["module"] for g in groups_of(retinanet)] == ["backbone", "neck", "bbox_head"]
     assert all(g["lr"] == g["base_lr"] == 0.3 for g in groups_of(retinanet, lr=0.3))
 
@@ -86,11 +114,25 @@ def test_norms_and_biases_can_go_without_decay(options):
 
 
 def test_the_longest_prefix_gives_the_learning_rate(retinanet):
-    found = table(retinanet, lr=0.2, lr_mult={"backbone": 0.1, "backbone.layer1": 0.5, "backbone.layer1.1": 0.25,
-                                              "backbone.conv1.weight": 0.0, "neck": 3})
-    expected = {"backbone.conv1.weight": 0.0, "backbone.layer1.0.conv1.weight": 0.1, "backbone.layer1.1.conv1.weight": 0.05,
-                "backbone.layer2.0.conv1.weight": 0.02, "neck.lateral_convs.0.conv.weight": 0.6,
-                "bbox_head.retina_cls.weight": 0.2}
+    found = table(
+        retinanet,
+        lr=0.2,
+        lr_mult={
+            "backbone": 0.1,
+            "backbone.layer1": 0.5,
+            "backbone.layer1.1": 0.25,
+            "backbone.conv1.weight": 0.0,
+            "neck": 3,
+        },
+    )
+    expected = {
+        "backbone.conv1.weight": 0.0,
+        "backbone.layer1.0.conv1.weight": 0.1,
+        "backbone.layer1.1.conv1.weight": 0.05,
+        "backbone.layer2.0.conv1.weight": 0.02,
+        "neck.lateral_convs.0.conv.weight": 0.6,
+        "bbox_head.retina_cls.weight": 0.2,
+    }
     assert {name: found[name]["lr"] for name in expected} == pytest.approx(expected)
 
 
@@ -105,11 +147,18 @@ def test_a_prefix_that_fits_nothing_is_refused(retinanet):
         groups_of(retinanet, lr_mult={"backbone.layer9": 0.1})
 
 
-@pytest.mark.parametrize("options,blocks", [
-    ({}, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"]),
-    (SWIN, ["stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1", "stages.2.blocks.0", "stages.3.blocks.0"]),
-    (TIMM, ["body.layer1.0", "body.layer2.0", "body.layer3.0", "body.layer4.0"]),
-], ids=["resnet", "swin", "timm"])
+@pytest.mark.parametrize(
+    "options,blocks",
+    [
+        ({}, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0", "layer3.1", "layer4.0", "layer4.1"]),
+        (
+            SWIN,
+            ["stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1", "stages.2.blocks.0", "stages.3.blocks.0"],
+        ),
+        (TIMM, ["body.layer1.0", "body.layer2.0", "body.layer3.0", "body.layer4.0"]),
+    ],
+    ids=["resnet", "swin", "timm"],
+)
 def test_layer_decay_counts_blocks_from_the_head_down(options, blocks):
     found = table(detector(options=options), layer_decay=0.5)
     factor = {name: group["lr"] for name, group in found.items()}
@@ -118,11 +167,13 @@ def test_layer_decay_counts_blocks_from_the_head_down(options, blocks):
     assert stem and all(factor[name] == 0.5 ** (len(blocks) + 1) for name in stem)
     for depth, block in enumerate(reversed(blocks), 1):
         inside = [name for name in factor if name.startswith(f"backbone.{block}.")]
-        assert inside and all(factor[name] == 0.5 ** depth for name in inside), block
+        assert inside and all(factor[name] == 0.5**depth for name in inside), block
     assert all(factor[name] == 1 for name in factor if not name.startswith("backbone."))
     # What stands between or behind blocks (patch merging, a norm of an output) goes with the block before it.
     if options is SWIN:
-        assert factor["backbone.stages.0.downsample.reduction.weight"] == factor["backbone.stages.0.blocks.0.norm1.weight"]
+        assert (
+            factor["backbone.stages.0.downsample.reduction.weight"] == factor["backbone.stages.0.blocks.0.norm1.weight"]
+        )
         assert factor["backbone.norm3.weight"] == 0.5
 
 
@@ -162,9 +213,15 @@ def small():
     return nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "head": nn.Linear(4, 1)})
 
 
-@pytest.mark.parametrize("kind,params", [
-    ("AdamW", {"lr": 0.01}), ("AdamW", {"lr": 0.01, "betas": [0.5, 0.9], "weight_decay": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}), ("RMSprop", {"lr": 0.01, "alpha": 0.5})])
+@pytest.mark.parametrize(
+    "kind,params",
+    [
+        ("AdamW", {"lr": 0.01}),
+        ("AdamW", {"lr": 0.01, "betas": [0.5, 0.9], "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("RMSprop", {"lr": 0.01, "alpha": 0.5}),
+    ],
+)
 def test_torchs_optimizers_keep_torchs_meaning(kind, params):
     """Their own defaults too, such as AdamW's weight decay of 0.01: groups change nothing where nothing is asked."""
     mine, theirs = small(), small()
@@ -184,7 +241,8 @@ def test_the_schedule_sets_every_groups_rate_from_its_base():
     for factor in (0.001, 1.0, 0.5):
         set_learning_rate(optimizer, factor)
         assert {g["module"]: g["lr"] for g in optimizer.param_groups} == pytest.approx(
-            {"backbone": 0.01 * factor, "head": 0.1 * factor})
+            {"backbone": 0.01 * factor, "head": 0.1 * factor}
+        )
 
 
 def test_ours_starts_when_the_warm_up_ends_and_takes_modules_by_name():
@@ -194,23 +252,34 @@ def test_ours_starts_when_the_warm_up_ends_and_takes_modules_by_name():
     assert optimizer.modulator.start_step == 3
 
 
-@pytest.mark.parametrize("kind,params,words", [
-    ("AdamWW", {"lr": 0.1}, r'optimizer.type "AdamWW" is none of .*AdamW.* \(did you mean "AdamW"\?\)'),
-    ("LBFGS", {"lr": 0.1}, "LBFGS cannot work on ZeRO's flat shards"),
-    ("Muon", {"lr": 0.1}, "Muon cannot work on ZeRO's flat shards"),
-    ("Optimizer", {"lr": 0.1}, "cannot work"),
-    ("SGD", {}, "optimizer.params.lr must be a number >= 0, got None"),
-    ("SGD", {"lr": "0.1"}, "optimizer.params.lr must be a number >= 0, got '0.1'"),
-    ("SGD", {"lr": -1}, "got -1"),
-    ("SGD", {"lr": float("nan")}, "got nan"),
-    ("SGD", {"lr": 0.1, "momentun": 0.9}, r"optimizer SGD does not take these params \(.*momentun"),
-    ("SGD", {"lr": 0.1, "momentum": -1}, "does not take these params"),
-    ("AdamW", {"lr": 0.1, "betas": [0.9]}, "does not take these params"),
-    ("AdamW", {"lr": 0.1, "weight_decay": "much"}, "does not take these params"),
-    ("AGVMSGD", {"lr": 0.1, "anchor": "head", "modules": {"head": ["head"]}}, '"backbone.0.weight" is in none of the modules'),
-    ("AGVMSGD", {"lr": 0.1, "anchor": "head", "modules": ["head"]}, "optimizer.params.modules must give each module"),
-    ("AGVMSGD", {"lr": 0.1, "anchor": "body"}, "does not take these params"),
-])
+@pytest.mark.parametrize(
+    "kind,params,words",
+    [
+        ("AdamWW", {"lr": 0.1}, r'optimizer.type "AdamWW" is none of .*AdamW.* \(did you mean "AdamW"\?\)'),
+        ("LBFGS", {"lr": 0.1}, "LBFGS cannot work on ZeRO's flat shards"),
+        ("Muon", {"lr": 0.1}, "Muon cannot work on ZeRO's flat shards"),
+        ("Optimizer", {"lr": 0.1}, "cannot work"),
+        ("SGD", {}, "optimizer.params.lr must be a number >= 0, got None"),
+        ("SGD", {"lr": "0.1"}, "optimizer.params.lr must be a number >= 0, got '0.1'"),
+        ("SGD", {"lr": -1}, "got -1"),
+        ("SGD", {"lr": float("nan")}, "got nan"),
+        ("SGD", {"lr": 0.1, "momentun": 0.9}, r"optimizer SGD does not take these params \(.*momentun"),
+        ("SGD", {"lr": 0.1, "momentum": -1}, "does not take these params"),
+        ("AdamW", {"lr": 0.1, "betas": [0.9]}, "does not take these params"),
+        ("AdamW", {"lr": 0.1, "weight_decay": "much"}, "does not take these params"),
+        (
+            "AGVMSGD",
+            {"lr": 0.1, "anchor": "head", "modules": {"head": ["head"]}},
+            '"backbone.0.weight" is in none of the modules',
+        ),
+        (
+            "AGVMSGD",
+            {"lr": 0.1, "anchor": "head", "modules": ["head"]},
+            "optimizer.params.modules must give each module",
+        ),
+        ("AGVMSGD", {"lr": 0.1, "anchor": "body"}, "does not take these params"),
+    ],
+)
 def test_a_bad_optimizer_block_is_refused_in_one_sentence(kind, params, words):
     with pytest.raises(ConfigError, match=words) as caught:
         build(small(), kind, params)

@@ -69,8 +69,13 @@ def test_constant_stays():
     assert set(factors(steps=9, decay="constant")) == {1.0}
 
 
-@given(st.integers(1, 50), st.integers(1, 50), st.sampled_from(["multistep", "poly", "cosine", "constant"]),
-       st.sampled_from(["linear", "exponential"]), st.data())
+@given(
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.sampled_from(["multistep", "poly", "cosine", "constant"]),
+    st.sampled_from(["linear", "exponential"]),
+    st.data(),
+)
 def test_warm_up_multiplies_the_decay_and_ends_with_it(steps, steps_per_epoch, decay, shape, data):
     warmup = data.draw(st.integers(0, steps))
     plain = schedule(steps_per_epoch, steps=steps, decay=decay)

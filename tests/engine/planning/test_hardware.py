@@ -19,15 +19,18 @@ def test_numbers_are_changed_by_name_and_by_file(tmp_path):
     assert (mine.name, mine.memory, mine.float32) == ("mine", 94e9, CARDS["h100-80g"].float32)
 
 
-@pytest.mark.parametrize("name, changes, told", [
-    ("a100", [], 'there is no card "a100" (did you mean "a100-80g"?): give one of a100-80g, a100-40g'),
-    ("a100-80g", ["efficency=0.3"], 'did you mean "efficiency"?'),
-    ("a100-80g", ["efficiency=fast"], "efficiency must be a positive number, got 'fast'"),
-    ("a100-80g", ["memory=-1"], "memory must be a positive number, got '-1'"),
-    ("a100-80g", ["memory=nan"], "memory must be a positive number"),
-    ("a100-80g", ["gpus_per_node=0.5"], "gpus_per_node must be a whole number >= 1, got '0.5'"),
-    ("a100-80g", ["memory"], "memory must be a positive number, got ''"),
-])
+@pytest.mark.parametrize(
+    "name, changes, told",
+    [
+        ("a100", [], 'there is no card "a100" (did you mean "a100-80g"?): give one of a100-80g, a100-40g'),
+        ("a100-80g", ["efficency=0.3"], 'did you mean "efficiency"?'),
+        ("a100-80g", ["efficiency=fast"], "efficiency must be a positive number, got 'fast'"),
+        ("a100-80g", ["memory=-1"], "memory must be a positive number, got '-1'"),
+        ("a100-80g", ["memory=nan"], "memory must be a positive number"),
+        ("a100-80g", ["gpus_per_node=0.5"], "gpus_per_node must be a whole number >= 1, got '0.5'"),
+        ("a100-80g", ["memory"], "memory must be a positive number, got ''"),
+    ],
+)
 def test_what_is_no_card_is_told(name, changes, told):
     with pytest.raises(UserError) as error:
         find_hardware(name, changes)

@@ -31,8 +31,9 @@ def test_a_crop_or_a_classifier_has_one_size():
     assert cropped.slowest(64) == 256 * 512
 
 
-@pytest.mark.parametrize("kind, size", [("relative", [0.5, 0.5]), ("relative_range", [0.3, 0.3]),
-                                        ("absolute_range", [384, 600])])
+@pytest.mark.parametrize(
+    "kind, size", [("relative", [0.5, 0.5]), ("relative_range", [0.3, 0.3]), ("absolute_range", [384, 600])]
+)
 def test_a_crop_of_no_fixed_size_counts_as_none(kind, size):
     cropped = ImageSizes(_data(augmentation=[{"type": "RandomCrop", "crop_type": kind, "crop_size": size}]), 2)
     assert (cropped.mean, cropped.largest) == (ImageSizes(_data(), 2).mean, Size(1344, 1344))

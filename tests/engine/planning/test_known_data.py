@@ -25,16 +25,25 @@ def test_the_embedded_data_set_has_the_images_of_the_run(keep_empty, task):
     known = known_data(config)
     train, val, classes = task_of(config).build_data()
     assert (known.train, known.val, known.things, known.stuff) == (
-        len(train.dataset), len(val.dataset), len(classes.things), len(classes.stuff))
+        len(train.dataset),
+        len(val.dataset),
+        len(classes.things),
+        len(classes.stuff),
+    )
     assert (known.train == 60) == keep_empty
     assert known_data(config, images=7).train == 7
 
 
 def _files(folder, **changes):
     """A config on two annotation files: three images, of which the second has a box and the third one without."""
-    content = {"images": [{"id": k, "file_name": f"{k}.jpg", "height": 32, "width": 32} for k in (1, 2, 3)],
-               "annotations": [{"id": 1, "image_id": 2, "category_id": 1, "bbox": [0, 0, 9, 9]},
-                               {"id": 2, "image_id": 3, "category_id": 1}], "categories": [{"id": 1, "name": "thing"}]}
+    content = {
+        "images": [{"id": k, "file_name": f"{k}.jpg", "height": 32, "width": 32} for k in (1, 2, 3)],
+        "annotations": [
+            {"id": 1, "image_id": 2, "category_id": 1, "bbox": [0, 0, 9, 9]},
+            {"id": 2, "image_id": 3, "category_id": 1},
+        ],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
     (folder / "coco.json").write_text(json.dumps({**content, **changes}))
     split = {"annotations": str(folder / "coco.json"), "images": str(folder)}
     return _config(data={"dataset": "coco", "train": split, "val": split})
@@ -53,18 +62,23 @@ def test_files_that_cannot_be_used_are_told(tmp_path):
         known_data(config)
 
 
-@pytest.mark.parametrize("changes, told", [
-    ({"communication_data_type": "fp64"}, "DeepSpeed does not accept this config"),
-    ({"data_types": {"grad_accum_dtype": "fp99"}}, "data_types.grad_accum_dtype must be .*, got 'fp99'"),
-    ({"timers": 3}, "DeepSpeed does not accept"),
-])
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"communication_data_type": "fp64"}, "DeepSpeed does not accept this config"),
+        ({"data_types": {"grad_accum_dtype": "fp99"}}, "data_types.grad_accum_dtype must be .*, got 'fp99'"),
+        ({"timers": 3}, "DeepSpeed does not accept"),
+    ],
+)
 def test_what_deepspeed_refuses_is_not_planned(changes, told):
     with pytest.raises(UserError, match=told):
         Plan(_config(data={"keep_empty": True}, **changes), 4)
 
 
 def test_offloading_may_be_null():
-    plan = Plan(_config(data={"keep_empty": True}, zero_optimization={"offload_param": None, "offload_optimizer": None}), 4)
+    plan = Plan(
+        _config(data={"keep_empty": True}, zero_optimization={"offload_param": None, "offload_optimizer": None}), 4
+    )
     assert plan.offload == "none" and not plan.settings(3).offload
 
 

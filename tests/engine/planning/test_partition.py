@@ -1,16 +1,25 @@
 """The planned layout is DeepSpeed's on real ranks, and covers every element once at any number of ranks."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from engine.config.errors import ConfigError
 from engine.planning.partition import Parameter, Sharding, module_shares, plan_layout
 
 WORLDS = (1, 2, 3, 7, 480, 481)
-CASES = [dict(stage=0), dict(stage=0, dtype="bfloat16"), dict(stage=1), dict(stage=1, dtype="bfloat16", fp32_sums=True),
-         dict(stage=2, dtype="bfloat16"), dict(stage=2, round_robin_gradients=True),
-         dict(stage=2, parameter_alignment=True), dict(stage=3), dict(stage=3, dtype="bfloat16", sub_group_size=40)]
+CASES = [
+    dict(stage=0),
+    dict(stage=0, dtype="bfloat16"),
+    dict(stage=1),
+    dict(stage=1, dtype="bfloat16", fp32_sums=True),
+    dict(stage=2, dtype="bfloat16"),
+    dict(stage=2, round_robin_gradients=True),
+    dict(stage=2, parameter_alignment=True),
+    dict(stage=3),
+    dict(stage=3, dtype="bfloat16", sub_group_size=40),
+]
 
 
 class Tiny(nn.Module):
@@ -42,17 +51,33 @@ def layouts_on_rank(cases):
         optimizer = torch.optim.AdamW(module_groups(model, no_decay=True), lr=1e-3)
         parameters = parameters_of(model, optimizer.param_groups)
         zero = {key: value for key, value in case.items() if key != "dtype"}
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
-            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": case.get("dtype") == "bfloat16"}, "zero_optimization": zero,
-            **({"data_types": {"grad_accum_dtype": "fp32"}} if fp32_sums else {})})
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": case.get("dtype") == "bfloat16"},
+                "zero_optimization": zero,
+                **({"data_types": {"grad_accum_dtype": "fp32"}} if fp32_sums else {}),
+            },
+        )
         real = layout_of(engine)
         planned = plan_layout(parameters, Sharding(world=dist.get_world_size(), **case), dist.get_rank())
-        found.append([
-            (layout.fragments, layout.group, layout.even, layout.keeps_local,
-             [layout.ranges(i) for i in range(len(layout.group))],
-             None if isinstance(real, Replicated) else getattr(layout, "sizes", None))
-            for layout in (real, planned)])
+        found.append(
+            [
+                (
+                    layout.fragments,
+                    layout.group,
+                    layout.even,
+                    layout.keeps_local,
+                    [layout.ranges(i) for i in range(len(layout.group))],
+                    None if isinstance(real, Replicated) else getattr(layout, "sizes", None),
+                )
+                for layout in (real, planned)
+            ]
+        )
         engine.destroy()
     return found
 
@@ -66,26 +91,40 @@ def test_the_plan_is_what_deepspeed_does(ranks, world):
 
 def parameters(sizes, groups):
     used = sorted(set(groups))
-    return [Parameter(f"p{i}", n, f"module{used.index(g)}", used.index(g)) for i, (n, g) in enumerate(zip(sizes, groups))]
+    return [
+        Parameter(f"p{i}", n, f"module{used.index(g)}", used.index(g)) for i, (n, g) in enumerate(zip(sizes, groups))
+    ]
 
 
 models = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 2)), min_size=1, max_size=12).map(
-    lambda pairs: parameters(*zip(*pairs)))
+    lambda pairs: parameters(*zip(*pairs))
+)
 
 
 @settings(max_examples=200, deadline=None)
-@given(model=models, world=st.sampled_from(WORLDS), stage=st.sampled_from([0, 1, 2, 3]), round_robin=st.booleans(),
-       aligned=st.booleans(), small=st.booleans())
+@given(
+    model=models,
+    world=st.sampled_from(WORLDS),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    round_robin=st.booleans(),
+    aligned=st.booleans(),
+    small=st.booleans(),
+)
 def test_every_element_has_one_owner(model, world, stage, round_robin, aligned, small):
-    sharding = Sharding(stage=stage, world=world, round_robin_gradients=round_robin, parameter_alignment=aligned,
-                        sub_group_size=100 if small else 10**9)
+    sharding = Sharding(
+        stage=stage,
+        world=world,
+        round_robin_gradients=round_robin,
+        parameter_alignment=aligned,
+        sub_group_size=100 if small else 10**9,
+    )
     layout = plan_layout(model, sharding)
     assert sorted(layout.order) == list(range(len(model)))
     for i in range(len(model)):
         owners, starts, stops = zip(*layout.ranges(i))
         assert starts[0] == 0 and stops[-1] == layout.numel(i) and starts[1:] == stops[:-1]
         assert all(start < stop for start, stop in zip(starts, stops))
-        assert list(owners) == sorted(set(owners)) and 0 <= owners[0] and owners[-1] < world
+        assert list(owners) == sorted(set(owners)) and owners[0] >= 0 and owners[-1] < world
     counts = layout.elements()
     assert sum(map(sum, counts.values())) == sum(p.numel for p in model)
     total = sum(p.numel for p in model)
@@ -93,7 +132,9 @@ def test_every_element_has_one_owner(model, world, stage, round_robin, aligned, 
         groups = len(layout.sizes)
         assert all(size % 2 == 0 for size in layout.sizes)
         gaps = 3 * len(model) if aligned else 0
-        assert 0 <= layout.padding() < 2 * world * groups + gaps and sum(layout.sizes) * world == total + layout.padding()
+        assert (
+            0 <= layout.padding() < 2 * world * groups + gaps and sum(layout.sizes) * world == total + layout.padding()
+        )
     elif stage == 3:
         assert 0 <= layout.padding() < world * len(model)
         assert max(max(c) for c in counts.values()) <= sum(layout.chunk(i) for i in range(len(model)))
@@ -131,10 +172,14 @@ def test_shares_of_a_module_by_hand():
     assert whole["backbone"] == ("backbone", 10, 10, 10.0, 10, 0)
 
 
-@pytest.mark.parametrize("wrong, words", [
-    (dict(stage=4, world=2), "stage must be 0, 1, 2 or 3, got 4"),
-    (dict(stage=2, world=0), "number of ranks must be a whole number >= 1, got 0"),
-    (dict(stage=2, world=2.5), "number of ranks must be a whole number >= 1, got 2.5")])
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(stage=4, world=2), "stage must be 0, 1, 2 or 3, got 4"),
+        (dict(stage=2, world=0), "number of ranks must be a whole number >= 1, got 0"),
+        (dict(stage=2, world=2.5), "number of ranks must be a whole number >= 1, got 2.5"),
+    ],
+)
 def test_wrong_settings_are_one_sentence(wrong, words):
     with pytest.raises(ConfigError, match=words):
         Sharding(**wrong)

@@ -14,19 +14,56 @@ from engine.planning.settings import WindowSettings, communication_settings
 from engine.planning.step_trace import GradientEvent, StepTrace
 
 # Three parameters of 1000, 3000 and 4000 elements, one of them frozen; gradients come in reverse.
-PARAMETERS = [Parameter("a", 1000, "backbone", None), Parameter("b", 3000, "backbone", 0), Parameter("c", 4000, "head", 1)]
+PARAMETERS = [
+    Parameter("a", 1000, "backbone", None),
+    Parameter("b", 3000, "backbone", 0),
+    Parameter("c", 4000, "head", 1),
+]
 EVENTS = [GradientEvent(2, 16000, 50_000), GradientEvent(1, 12000, 40_000)]
-TRACE = StepTrace(micro=1, height=32, width=32, kept=45_000, forward_peak=48_000, gradients=EVENTS, backward_tail=5_000,
-                  forward=Counter(), backward=Counter(), collectives=Counter())
-USES = [Use(0, (), True), *(Use(k + 1, (k,), begin) for k in range(3) for begin in (True, False)), Use(0, (), False),
-        Use(0, (), True), *(Use(k + 1, (k,), begin) for k in (2, 1) for begin in (True, False)), Use(0, (), False)]
+TRACE = StepTrace(
+    micro=1,
+    height=32,
+    width=32,
+    kept=45_000,
+    forward_peak=48_000,
+    gradients=EVENTS,
+    backward_tail=5_000,
+    forward=Counter(),
+    backward=Counter(),
+    collectives=Counter(),
+)
+USES = [
+    Use(0, (), True),
+    *(Use(k + 1, (k,), begin) for k in range(3) for begin in (True, False)),
+    Use(0, (), False),
+    Use(0, (), True),
+    *(Use(k + 1, (k,), begin) for k in (2, 1) for begin in (True, False)),
+    Use(0, (), False),
+]
 
 
-def _memory(stage: int, *, world: int = 2, accumulation: int = 1, bf16: bool = False, bucket: int = 5000, moments: int = 2,
-            data_types: dict | None = None, **options):
-    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "stage3_prefetch_bucket_size": 0,
-                                    "stage3_param_persistence_threshold": 0, "overlap_comm": False},
-              "bf16": {"enabled": bf16}, "data_types": data_types or {}}
+def _memory(
+    stage: int,
+    *,
+    world: int = 2,
+    accumulation: int = 1,
+    bf16: bool = False,
+    bucket: int = 5000,
+    moments: int = 2,
+    data_types: dict | None = None,
+    **options,
+):
+    config = {
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+            "overlap_comm": False,
+        },
+        "bf16": {"enabled": bf16},
+        "data_types": data_types or {},
+    }
     settings = communication_settings(config, world, accumulation)
     return plan_memory(TRACE, PARAMETERS, settings, moments=moments, uses=USES, **options)
 
@@ -92,15 +129,20 @@ def test_the_first_window_holds_a_partition_and_two_buckets_of_its_gradient_and_
     assert _memory(2, window=WindowSettings("norms", bucket_size=1000)).parts["AGVM window"] == 4 * 3500 + 2 * 4 * 1000
 
 
-@pytest.mark.parametrize("stage, accumulation, world, kind, size", [
-    (2, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # reduced once, in the type it came in
-    (2, 2, 2, "signed", 2 * (4 * 3500 + 2 * 2 * 1000)),  # added up in fp32
-    (1, 2, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # the local sum is reduced once
-    (2, 1, 2, "squared", 4 * 3500 + 2 * 4 * 1000 + 2 * 3500 + 2 * 2 * 1000),
-    (0, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),
-])
+@pytest.mark.parametrize(
+    "stage, accumulation, world, kind, size",
+    [
+        (2, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # reduced once, in the type it came in
+        (2, 2, 2, "signed", 2 * (4 * 3500 + 2 * 2 * 1000)),  # added up in fp32
+        (1, 2, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # the local sum is reduced once
+        (2, 1, 2, "squared", 4 * 3500 + 2 * 4 * 1000 + 2 * 3500 + 2 * 2 * 1000),
+        (0, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),
+    ],
+)
 def test_a_window_in_half_precision(stage, accumulation, world, kind, size):
-    memory = _memory(stage, accumulation=accumulation, world=world, bf16=True, window=WindowSettings(kind, bucket_size=1000))
+    memory = _memory(
+        stage, accumulation=accumulation, world=world, bf16=True, window=WindowSettings(kind, bucket_size=1000)
+    )
     assert memory.parts["AGVM window"] == size
 
 
@@ -138,8 +180,16 @@ def test_more_ranks_never_need_more_memory_under_zero():
         assert peaks == sorted(peaks, reverse=True)
 
 
-@pytest.mark.parametrize("kind, params, count", [("AGVMAdamW", {}, 2), ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 1),
-                                                 ("AGVMSGD", {}, 1), ("AGVMSGD", {"momentum": 0}, 0)])
+@pytest.mark.parametrize(
+    "kind, params, count",
+    [
+        ("AGVMAdamW", {}, 2),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("AGVMSGD", {}, 1),
+        ("AGVMSGD", {"momentum": 0}, 0),
+    ],
+)
 def test_moments_of_the_rules(kind, params, count):
     assert optimizer_moments(kind, params) == count
 

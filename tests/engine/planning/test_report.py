@@ -19,14 +19,17 @@ def _choice(stage: int, peak: float, seconds: float, *, fits: bool = True, offlo
     return Choice(memory, False, StepTime(seconds, 0, 0, 0, 0, 0, 0, 0, 0), fits, own=False)
 
 
-@pytest.mark.parametrize("expected, found", [
-    (0, [_choice(0, 50, 1.0), _choice(2, 20, 1.1)]),  # clearly faster
-    (2, [_choice(0, 50, 1.0), _choice(2, 20, 1.01)]),  # hardly slower, and needs less
-    (2, [_choice(1, 20, 1.01), _choice(2, 20, 1.0)]),  # a tie in memory goes to the faster
-    (3, [_choice(0, 90, 1.0, fits=False), _choice(3, 40, 2.0), _choice(2, 30, 1.5, offload=OFFLOADS[1])]),
-    (2, [_choice(0, 90, 1.0, fits=False), _choice(2, 30, 1.5, offload=OFFLOADS[1])]),  # where nothing else fits
-    (None, [_choice(0, 90, 1.0, fits=False)]),
-])
+@pytest.mark.parametrize(
+    "expected, found",
+    [
+        (0, [_choice(0, 50, 1.0), _choice(2, 20, 1.1)]),  # clearly faster
+        (2, [_choice(0, 50, 1.0), _choice(2, 20, 1.01)]),  # hardly slower, and needs less
+        (2, [_choice(1, 20, 1.01), _choice(2, 20, 1.0)]),  # a tie in memory goes to the faster
+        (3, [_choice(0, 90, 1.0, fits=False), _choice(3, 40, 2.0), _choice(2, 30, 1.5, offload=OFFLOADS[1])]),
+        (2, [_choice(0, 90, 1.0, fits=False), _choice(2, 30, 1.5, offload=OFFLOADS[1])]),  # where nothing else fits
+        (None, [_choice(0, 90, 1.0, fits=False)]),
+    ],
+)
 def test_the_fastest_that_fits_is_recommended(expected, found):
     best = recommended(found)
     assert (best and best.memory.stage) == expected
@@ -45,18 +48,25 @@ def test_what_an_optimizer_refuses_is_neither_recommended_nor_planned():
 
 @pytest.mark.parametrize("zero", [{}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}])
 def test_the_configs_own_setting_is_a_row_of_its_own_also_where_it_is_unusual(zero):
-    plan = traced_plan(zero_optimization=zero, detector={"config": "tiny_retinanet", "checkpoint_activations": ["backbone"]})
+    plan = traced_plan(
+        zero_optimization=zero, detector={"config": "tiny_retinanet", "checkpoint_activations": ["backbone"]}
+    )
     (own,) = [choice for choice in choices(plan, CARD) if choice.own]
     assert (own.memory.stage, own.memory.offload, own.recompute) == (plan.stage, plan.offload, True)
     assert own.step == run_time(plan, CARD).step
 
 
 def test_a_config_that_does_not_fit_is_told_before_its_times_with_those_of_the_recommended_setting():
-    plan, card = traced_plan(), replace(CARD, memory=1.65e9)  # 40 MB of weights, 80 of moments, 40 of gradients, 170 of a window
+    plan, card = (
+        traced_plan(),
+        replace(CARD, memory=1.65e9),
+    )  # 40 MB of weights, 80 of moments, 40 of gradients, 170 of a window
     found = choices(plan, card)
     own, best = next(choice for choice in found if choice.own), recommended(found)
     assert best is None and not own.fits
-    assert "THIS CONFIG DOES NOT FIT: it needs 0.3 GB of the 0.1 that a100-80g has" in report.misfit_text(plan, card, own, best)
+    assert "THIS CONFIG DOES NOT FIT: it needs 0.3 GB of the 0.1 that a100-80g has" in report.misfit_text(
+        plan, card, own, best
+    )
     best = found[3]._replace(fits=True)
     hours = run_time(plan, card, best.step).hours
     assert f"{best.step.total:.3f} s a step, {hours:.2f} hours" in report.misfit_text(plan, card, own, best)

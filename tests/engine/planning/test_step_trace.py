@@ -14,9 +14,15 @@ SIZE, OBJECTS = 128, 32  # as many objects as the tiny Mask R-CNN's sampler want
 def _config(detector: str, task: str, **changes):
     from engine.config import parse_config
 
-    return parse_config({"train_batch_size": 1, "detector": {"config": detector, **changes},
-                         "data": {"task": task, "dataset": "shapes"}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                         "schedule": {"steps": 1}})
+    return parse_config(
+        {
+            "train_batch_size": 1,
+            "detector": {"config": detector, **changes},
+            "data": {"task": task, "dataset": "shapes"},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "schedule": {"steps": 1},
+        }
+    )
 
 
 def test_live_bytes_follow_a_storage_to_its_end():
@@ -53,12 +59,15 @@ def _real_peak(config, classes, samples) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("detector, task, changes", [
-    ("tiny_retinanet", "detection", {}),
-    ("tiny_mask_rcnn", "instance", {}),
-    ("tiny_semantic_fpn", "semantic", {}),
-    ("tiny_retinanet", "detection", {"checkpoint_activations": ["backbone"]}),
-])
+@pytest.mark.parametrize(
+    "detector, task, changes",
+    [
+        ("tiny_retinanet", "detection", {}),
+        ("tiny_mask_rcnn", "instance", {}),
+        ("tiny_semantic_fpn", "semantic", {}),
+        ("tiny_retinanet", "detection", {"checkpoint_activations": ["backbone"]}),
+    ],
+)
 def test_the_traced_peak_is_the_real_one(detector, task, changes):
     from engine.mmdet_setup import import_mmdet
     from engine.planning.ground_truth import ground_truth
@@ -95,7 +104,9 @@ def test_recomputation_costs_a_second_forward_and_keeps_less():
     from engine.planning.step_trace import trace_step
 
     import_mmdet()
-    plain, again = (_config("tiny_retinanet", "detection", checkpoint_activations=names) for names in ([], ["backbone"]))
+    plain, again = (
+        _config("tiny_retinanet", "detection", checkpoint_activations=names) for names in ([], ["backbone"])
+    )
     classes = planned_classes(known_data(plain))
     sizes = dict(micro=1, height=SIZE, width=SIZE)
     plain, again = trace_step(plain, classes, **sizes), trace_step(again, classes, **sizes)

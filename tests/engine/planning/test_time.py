@@ -44,8 +44,10 @@ def test_a_step_is_compute_communication_and_the_update():
 
 
 def test_a_window_counts_by_how_often_it_comes():
-    by_hand = sum(collective_seconds(op, size, 8, CARD) for op, size in (
-        ("reduce_scatter", 4 * 10**7), ("all_reduce", 8 * (2 + 3)), ("all_reduce", 8 * 3)))
+    by_hand = sum(
+        collective_seconds(op, size, 8, CARD)
+        for op, size in (("reduce_scatter", 4 * 10**7), ("all_reduce", 8 * (2 + 3)), ("all_reduce", 8 * 3))
+    )
     for tau in (5, 10):
         plan = traced_plan(optimizer={"type": "AGVMAdamW", "params": {"lr": 1e-4, "tau": tau}})
         assert step_time(plan, CARD).window == pytest.approx(by_hand / tau)
@@ -124,10 +126,18 @@ def test_other_numbers_of_ranks_share_the_trace_and_refuse_what_cannot_be_divide
 def test_wrong_numbers_are_told():
     with pytest.raises(UserError, match="--world-size must be a whole number >= 1, got 0"):
         traced_plan(world=0)
-    config = parse_config({
-        "train_batch_size": 2, "detector": {"config": "tiny_retinanet"}, "optimizer": {"type": "SGD", "params": {"lr": 1}},
-        "data": {"train": {"annotations": "a.json", "images": "a"}, "val": {"annotations": "b.json", "images": "b"}},
-        "schedule": {"epochs": 1}})
+    config = parse_config(
+        {
+            "train_batch_size": 2,
+            "detector": {"config": "tiny_retinanet"},
+            "optimizer": {"type": "SGD", "params": {"lr": 1}},
+            "data": {
+                "train": {"annotations": "a.json", "images": "a"},
+                "val": {"annotations": "b.json", "images": "b"},
+            },
+            "schedule": {"epochs": 1},
+        }
+    )
     with pytest.raises(UserError, match="give --images, the number of training images"):
         Plan(config, 2)
     with pytest.raises(UserError, match="give --classes"):

@@ -15,17 +15,32 @@ from engine.planning.traffic import SyncedNorm, sent_bytes, step_calls, step_sen
 SGD, ADAMW, PLAIN = "AGVMSGD", "AGVMAdamW", "SGD"
 SMALL_BUCKETS = {"reduce_bucket_size": 20000}
 # Parameters above 2000 elements travel, a little ahead of their use, and are let go where the way back is long.
-RESTLESS = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 20000,
-            "stage3_max_reuse_distance": 100000, "reduce_bucket_size": 30000, "sub_group_size": 20000}
+RESTLESS = {
+    "stage3_param_persistence_threshold": 2000,
+    "stage3_prefetch_bucket_size": 20000,
+    "stage3_max_reuse_distance": 100000,
+    "reduce_bucket_size": 30000,
+    "sub_group_size": 20000,
+}
 
 
 def case(world, stage, optimizer, *, dtype="fp32", K=1, estimator="halves", zero=(), **changes):
-    agvm = {"tau": 2, "start_step": 0, "bucket_size": 20000, "estimator": estimator} if optimizer.startswith("AGVM") else {}
+    agvm = (
+        {"tau": 2, "start_step": 0, "bucket_size": 20000, "estimator": estimator}
+        if optimizer.startswith("AGVM")
+        else {}
+    )
     half = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    return world, merged({
-        "train_batch_size": world * K, "zero_optimization": {"stage": stage, **dict(zero)}, **half,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-3, **agvm}},
-        "schedule": {"steps": 4, "warmup_steps": 0, "decay": "constant"}, **changes})
+    return world, merged(
+        {
+            "train_batch_size": world * K,
+            "zero_optimization": {"stage": stage, **dict(zero)},
+            **half,
+            "optimizer": {"type": optimizer, "params": {"lr": 1e-3, **agvm}},
+            "schedule": {"steps": 4, "warmup_steps": 0, "decay": "constant"},
+            **changes,
+        }
+    )
 
 
 CASES = {
@@ -44,10 +59,24 @@ CASES = {
     "norms of layers": case(2, 2, "LAMB", gradient_clipping=1.0),
     "norms of layers, AGVM": case(2, 3, "AGVMLARS", gradient_clipping=1.0),
     "synced batch norm, recomputed": case(
-        2, 2, PLAIN, detector={"sync_bn": True, "checkpoint_activations": ["backbone"], "options": {
-            "backbone.base_channels": 8, "backbone.norm_cfg": {"type": "BN"}, "neck.in_channels": [8, 16, 32, 64],
-            "neck.out_channels": 16, "bbox_head.in_channels": 16, "bbox_head.feat_channels": 16,
-            "bbox_head.stacked_convs": 1, "bbox_head.norm_cfg.num_groups": 4}}),
+        2,
+        2,
+        PLAIN,
+        detector={
+            "sync_bn": True,
+            "checkpoint_activations": ["backbone"],
+            "options": {
+                "backbone.base_channels": 8,
+                "backbone.norm_cfg": {"type": "BN"},
+                "neck.in_channels": [8, 16, 32, 64],
+                "neck.out_channels": 16,
+                "bbox_head.in_channels": 16,
+                "bbox_head.feat_channels": 16,
+                "bbox_head.stacked_convs": 1,
+                "bbox_head.norm_cfg.num_groups": 4,
+            },
+        },
+    ),
 }
 
 
@@ -69,8 +98,12 @@ def test_the_order_of_gradients_need_not_be_known_for_the_bytes(ranks):
         assert len(set(step.payload())) == 1
 
 
-MODEL = [Parameter("a", 10, "backbone", 0), Parameter("b", 3, "backbone", 1), Parameter("c", 7, "head", 2),
-         Parameter("frozen", 100, "backbone", None)]
+MODEL = [
+    Parameter("a", 10, "backbone", 0),
+    Parameter("b", 3, "backbone", 1),
+    Parameter("c", 7, "head", 2),
+    Parameter("frozen", 100, "backbone", None),
+]
 LOOP = Counter({("all_reduce", 4 * 5): 1, ("all_reduce", 8 * 4): 1})  # flags of three parameters; two losses
 
 
@@ -96,9 +129,16 @@ def test_a_step_by_hand():
     assert calls({**zero(1), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 1})
     # Chunks of 3, 1 and 2, all small enough to stay whole, as is the frozen one: gathered after the step, one by one;
     # fp64 norms.
-    assert calls({**zero(3), **bf16}) == LOOP + Counter({
-        ("reduce_scatter", 2 * 4 * 6): 1, ("all_gather", 24): 1, ("all_gather", 8): 1, ("all_gather", 16): 1,
-        ("all_gather", 200): 1, ("all_reduce", 8): 3})
+    assert calls({**zero(3), **bf16}) == LOOP + Counter(
+        {
+            ("reduce_scatter", 2 * 4 * 6): 1,
+            ("all_gather", 24): 1,
+            ("all_gather", 8): 1,
+            ("all_gather", 16): 1,
+            ("all_gather", 200): 1,
+            ("all_reduce", 8): 3,
+        }
+    )
 
 
 def test_zero_3_gathers_what_does_not_stay():
@@ -114,12 +154,16 @@ def test_zero_3_gathers_what_does_not_stay():
     assert restless == reduced + Counter({("all_gather", n): 2 for n in lone})
 
 
-@pytest.mark.parametrize("stage, backend, expected", [
-    # Flat: the segments of each owner. Groups in pieces of 4, 2 and 2: 4 4 2 | 2 1 | 2 2 2 1, per owner 8 7 4 1.
-    (2, "nccl", {("reduce", 4 * n): 1 for n in (8, 7, 4, 1)}),
-    # Chunks: N rows of 3 + 1 + 2 elements.
-    (3, "nccl", {("reduce_scatter", 4 * 24): 1}),
-    (3, "gloo", {("reduce", 4 * 6): 4})])
+@pytest.mark.parametrize(
+    "stage, backend, expected",
+    [
+        # Flat: the segments of each owner. Groups in pieces of 4, 2 and 2: 4 4 2 | 2 1 | 2 2 2 1, per owner 8 7 4 1.
+        (2, "nccl", {("reduce", 4 * n): 1 for n in (8, 7, 4, 1)}),
+        # Chunks: N rows of 3 + 1 + 2 elements.
+        (3, "nccl", {("reduce_scatter", 4 * 24): 1}),
+        (3, "gloo", {("reduce", 4 * 6): 4}),
+    ],
+)
 def test_a_window_by_hand(stage, backend, expected):
     plain, window = (calls(zero(stage), window=w, backend=backend) for w in (None, WindowSettings("signed")))
     assert window - plain == Counter({**expected, ("all_reduce", 8 * 9): 1, ("all_reduce", 8 * 6): 1})
@@ -128,8 +172,11 @@ def test_a_window_by_hand(stage, backend, expected):
 def test_the_signed_sum_is_reduced_once_where_ranks_are_even_and_keep_it():
     def second_gradients(world, stage):
         settings = communication_settings(zero(stage), world, 3)
-        return sum(c.calls * c.bytes for c in step_traffic(MODEL, settings, window=WindowSettings("signed"))
-                   if c.purpose == "second gradient")
+        return sum(
+            c.calls * c.bytes
+            for c in step_traffic(MODEL, settings, window=WindowSettings("signed"))
+            if c.purpose == "second gradient"
+        )
 
     assert second_gradients(4, 1) == 80 and second_gradients(3, 1) == second_gradients(4, 2) == 240
 
@@ -137,7 +184,8 @@ def test_the_signed_sum_is_reduced_once_where_ranks_are_even_and_keep_it():
 def test_synced_norms_count_forward_and_backward():
     norms = [SyncedNorm(5, "backbone", forward=2)]
     assert calls(zero(0), norms=norms) - calls(zero(0)) == Counter(
-        {("all_reduce", 24): 2, ("all_reduce", 20): 2, ("all_reduce", 40): 1})
+        {("all_reduce", 24): 2, ("all_reduce", 20): 2, ("all_reduce", 40): 1}
+    )
 
 
 def test_what_a_ring_sends():
@@ -157,10 +205,14 @@ def test_settings_have_the_defaults_of_those_who_own_them():
     assert window_settings(ADAMW, {"estimator": "replicas"}).kind == "squared"
 
 
-@pytest.mark.parametrize("deepspeed, words", [
-    (zero(2, reduce_bucket_size=-1), "does not accept zero_optimization.reduce_bucket_size"),
-    (zero(3, zero_quantized_weights=True), "with zero_optimization.zero_quantized_weights is not known"),
-    ({**zero(2), "torch_autocast": {"enabled": True}}, "with torch_autocast is not known")])
+@pytest.mark.parametrize(
+    "deepspeed, words",
+    [
+        (zero(2, reduce_bucket_size=-1), "does not accept zero_optimization.reduce_bucket_size"),
+        (zero(3, zero_quantized_weights=True), "with zero_optimization.zero_quantized_weights is not known"),
+        ({**zero(2), "torch_autocast": {"enabled": True}}, "with torch_autocast is not known"),
+    ],
+)
 def test_what_cannot_be_planned_is_one_sentence(deepspeed, words):
     with pytest.raises(ConfigError, match=words):
         communication_settings(deepspeed, 2, 1)

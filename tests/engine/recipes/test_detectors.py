@@ -42,8 +42,10 @@ def test_a_recipes_detector_has_the_papers_modules(model, recipe):
 
 def test_semantic_fpn_on_swin_is_the_zoos():
     config = parse_config({"recipe": "semantic_fpn_swin_t_adamw", "train_batch_size": 8, "data": {"root": "x"}})
-    recipe, zoo = (build_detector(detector, ADE20K, "semantic").state_dict()
-                   for detector in (config.detector, DetectorConfig(config="semantic_fpn_swin_t")))
+    recipe, zoo = (
+        build_detector(detector, ADE20K, "semantic").state_dict()
+        for detector in (config.detector, DetectorConfig(config="semantic_fpn_swin_t"))
+    )
     assert {name: value.shape for name, value in recipe.items()} == {name: value.shape for name, value in zoo.items()}
 
 

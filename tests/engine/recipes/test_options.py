@@ -19,7 +19,9 @@ SWIN, R50, R18 = "faster_rcnn_swin_t_agvm_adamw", "faster_rcnn_r50_agvm_sgd", "f
 
 def parsed(recipe, options):
     """The config, which its saved file repeats, with its options in the same order."""
-    config = parse_config({"recipe": recipe, "train_batch_size": 64, "data": {"root": "x"}, "detector": {"options": options}})
+    config = parse_config(
+        {"recipe": recipe, "train_batch_size": 64, "data": {"root": "x"}, "detector": {"options": options}}
+    )
     again = parse_config(json.loads(json.dumps(config.to_json())))
     assert again == config and list(again.detector.options) == list(config.detector.options)
     assert explain(again) == explain(config)
@@ -33,9 +35,15 @@ def model_of(recipe, options):
     return first
 
 
-@pytest.mark.parametrize("own", [
-    {"backbone.drop_path_rate": 0.05, "backbone.with_cp": True}, {"backbone": {"drop_path_rate": 0.05, "with_cp": True}},
-    {"backbone": {"drop_path_rate": 0.05, "_delete_": False}, "backbone.with_cp": True}], ids=["dotted", "nested", "both"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"backbone.drop_path_rate": 0.05, "backbone.with_cp": True},
+        {"backbone": {"drop_path_rate": 0.05, "with_cp": True}},
+        {"backbone": {"drop_path_rate": 0.05, "_delete_": False}, "backbone.with_cp": True},
+    ],
+    ids=["dotted", "nested", "both"],
+)
 def test_values_inside_a_dictionary_of_the_recipes(own):
     plain, mine = model_of(SWIN, {}).backbone, model_of(SWIN, own).backbone
     assert plain.type == "SwinTransformer" and plain.drop_path_rate == 0.2 and "with_cp" not in plain
@@ -59,7 +67,12 @@ def test_a_dictionary_that_replaces_takes_nothing_of_the_recipes(recipe):
 
 def test_null_takes_a_part_away_and_auto_leaves_it_to_the_recipe():
     assert model_of(R18, {"neck": None}).neck is None
-    for own in ({"backbone": "auto"}, {"backbone.drop_path_rate": "auto"}, {"backbone": {"drop_path_rate": "auto"}}, "auto"):
+    for own in (
+        {"backbone": "auto"},
+        {"backbone.drop_path_rate": "auto"},
+        {"backbone": {"drop_path_rate": "auto"}},
+        "auto",
+    ):
         assert model_of(SWIN, own) == model_of(SWIN, {})
     assert model_of(R18, {"backbone": {"depth": "auto", "norm_eval": "auto"}}) == model_of(R18, {})
 
@@ -67,7 +80,11 @@ def test_null_takes_a_part_away_and_auto_leaves_it_to_the_recipe():
 def test_what_the_recipe_has_no_part_in_stays_as_it_is_written():
     own = {"train_cfg": {"rcnn": {"sampler": {"num": 10}}}, "backbone": {"norm_cfg": {"type": "GN"}}}
     assert lay_under({"backbone.depth": 18, "neck.x": 1}, own) == {
-        "backbone.depth": 18, "neck.x": 1, "train_cfg": own["train_cfg"], "backbone.norm_cfg": {"type": "GN"}}
+        "backbone.depth": 18,
+        "neck.x": 1,
+        "train_cfg": own["train_cfg"],
+        "backbone.norm_cfg": {"type": "GN"},
+    }
 
 
 def test_own_values_are_told_beside_the_recipes():
@@ -77,9 +94,13 @@ def test_own_values_are_told_beside_the_recipes():
     lines = told(SWIN, {"backbone": {"drop_path_rate": 0.05, "with_cp": True}})
     assert lines[0].endswith("(the recipe's backbone)") and lines[1:] == [
         "detector.options.backbone.drop_path_rate 0.05  (yours, where the recipe has 0.2: the recipe's backbone)",
-        "detector.options.backbone.with_cp True  (yours, where the recipe has nothing: the recipe's backbone)"]
+        "detector.options.backbone.with_cp True  (yours, where the recipe has nothing: the recipe's backbone)",
+    ]
     assert told(R50, {"backbone": {"norm_eval": True}}) == [
         "detector.options.backbone.norm_eval True  (yours, where the recipe has False: batch-norm statistics are trained "
-        "[the authors' code])"]
-    assert told(R18, {"backbone": {"_delete_": True, "type": "ResNet", "depth": 34}})[0] == \
-        "detector.options.backbone.depth 34  (yours, where the recipe has 18: the recipe's backbone)"
+        "[the authors' code])"
+    ]
+    assert (
+        told(R18, {"backbone": {"_delete_": True, "type": "ResNet", "depth": 34}})[0]
+        == "detector.options.backbone.depth 34  (yours, where the recipe has 18: the recipe's backbone)"
+    )

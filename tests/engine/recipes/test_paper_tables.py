@@ -22,14 +22,29 @@ ADE20K = 20_210
 
 # recipe, batch: learning rate as printed, warm-up epochs or steps, tau, weight decay, clipping. Tables of A.5.
 SETTINGS = {
-    **{(f"{pipeline}_r50_agvm_sgd", batch): (lr, warmup, tau, 1e-4, 0.0)
-       for pipeline in ("faster_rcnn", "mask_rcnn", "panoptic_fpn")
-       for batch, lr, warmup, tau in [(32, "0.04", 1, 10), (256, "0.226", 2, 10), (512, "0.32", 2, 10), (1024, "0.452", 2, 5)]},
-    **{("semantic_fpn_r50_agvm_sgd", batch): (lr, warmup, 5, 5e-4, 0.0)
-       for batch, lr, warmup in [(32, "0.01", 500), (512, "0.113", 500), (1024, "0.16", 250), (2048, "0.226", 125)]},
-    **{("faster_rcnn_swin_t_agvm_adamw", batch): (lr, warmup, tau, 0.05, clip)
-       for batch, lr, warmup, tau, clip in [(32, "2e-4", 1, 10, 0.0), (256, "9.8e-4", 2, 10, 1.0), (512, "1.2e-3", 2, 10, 1.0),
-                                            (1024, "1.5e-3", 3, 5, 1.0)]},
+    **{
+        (f"{pipeline}_r50_agvm_sgd", batch): (lr, warmup, tau, 1e-4, 0.0)
+        for pipeline in ("faster_rcnn", "mask_rcnn", "panoptic_fpn")
+        for batch, lr, warmup, tau in [
+            (32, "0.04", 1, 10),
+            (256, "0.226", 2, 10),
+            (512, "0.32", 2, 10),
+            (1024, "0.452", 2, 5),
+        ]
+    },
+    **{
+        ("semantic_fpn_r50_agvm_sgd", batch): (lr, warmup, 5, 5e-4, 0.0)
+        for batch, lr, warmup in [(32, "0.01", 500), (512, "0.113", 500), (1024, "0.16", 250), (2048, "0.226", 125)]
+    },
+    **{
+        ("faster_rcnn_swin_t_agvm_adamw", batch): (lr, warmup, tau, 0.05, clip)
+        for batch, lr, warmup, tau, clip in [
+            (32, "2e-4", 1, 10, 0.0),
+            (256, "9.8e-4", 2, 10, 1.0),
+            (512, "1.2e-3", 2, 10, 1.0),
+            (1024, "1.5e-3", 3, 5, 1.0),
+        ]
+    },
 }
 
 # recipe, batch: iterations. Tables 2 and 3.
@@ -93,7 +108,9 @@ def test_settings_of_the_appendix(recipe, batch):
     assert {key: data["schedule"][key] for key in decay} == decay
 
 
-@pytest.mark.parametrize("recipe, batch, iterations", [(r, b, n) for r, rows in ITERATIONS.items() for b, n in rows.items()])
+@pytest.mark.parametrize(
+    "recipe, batch, iterations", [(r, b, n) for r, rows in ITERATIONS.items() for b, n in rows.items()]
+)
 def test_iterations_of_the_results(recipe, batch, iterations):
     """As the engine counts them, from epochs over COCO or a number of images of ADE20K."""
     plan = schedule(filled(recipe, batch), ADE20K if "semantic" in recipe else COCO)
@@ -111,16 +128,24 @@ def rule(recipe, batch, key):
 
 
 def test_what_the_rules_do_not_give_is_listed_with_what_they_do():
-    steps = {batch: schedule(fill_recipe({"recipe": "uninet_g_htcx_agvm_adamw", "train_batch_size": batch}), COCO).steps
-             for batch in (32, 960)}
+    steps = {
+        batch: schedule(fill_recipe({"recipe": "uninet_g_htcx_agvm_adamw", "train_batch_size": batch}), COCO).steps
+        for batch in (32, 960)
+    }
     found = {
         "UniNet-G at 960, iterations": (1349, steps[960]),
         "UniNet-G at 32, iterations": (43980, steps[32]),
-        "UniNet-G at 960, learning rate": (filled("uninet_g_htcx_agvm_adamw", 960)["optimizer"]["params"]["lr"],
-                                           rule("faster_rcnn_swin_t_agvm_adamw", 960, "optimizer.params.lr")),
-        **{f"RetinaNet at {text}, learning rate": (
-            filled("retinanet_r18_agvm_adamw", batch)["optimizer"]["params"]["lr"],
-            rule("retinanet_r18_agvm_adamw", batch, "optimizer.params.lr")) for text, batch in (("4k", 4096), ("10k", 10240))},
+        "UniNet-G at 960, learning rate": (
+            filled("uninet_g_htcx_agvm_adamw", 960)["optimizer"]["params"]["lr"],
+            rule("faster_rcnn_swin_t_agvm_adamw", 960, "optimizer.params.lr"),
+        ),
+        **{
+            f"RetinaNet at {text}, learning rate": (
+                filled("retinanet_r18_agvm_adamw", batch)["optimizer"]["params"]["lr"],
+                rule("retinanet_r18_agvm_adamw", batch, "optimizer.params.lr"),
+            )
+            for text, batch in (("4k", 4096), ("10k", 10240))
+        },
         "Faster R-CNN at 512, best learning rate": (0.38, rule("faster_rcnn_r50_agvm_sgd", 512, "optimizer.params.lr")),
         "SGD at 1024, last digit": (0.452, rule("faster_rcnn_r50_agvm_sgd", 1024, "optimizer.params.lr")),
     }
@@ -130,8 +155,11 @@ def test_what_the_rules_do_not_give_is_listed_with_what_they_do():
 
 
 def unstated(recipe, batch):
-    return {s.key.removeprefix("optimizer.").removeprefix("schedule.").removeprefix("params."): s.source
-            for s in find_recipe(recipe).settings(batch) if s.source != "paper"}
+    return {
+        s.key.removeprefix("optimizer.").removeprefix("schedule.").removeprefix("params."): s.source
+        for s in find_recipe(recipe).settings(batch)
+        if s.source != "paper"
+    }
 
 
 R50 = {"detector.options.backbone.norm_eval": "code", "detector.sync_bn": "code"}
@@ -140,26 +168,78 @@ ADAMW = {"milestones": "ours", "warmup": "ours"}
 BORROWED = dict.fromkeys(("lr", "warmup_epochs", "decay", "weight_decay", "gradient_clipping"), "ours")
 
 
-@pytest.mark.parametrize("recipe, batch, expected", [
-    ("faster_rcnn_r50_agvm_sgd", 256, {**R50, **MULTISTEP, "momentum": "code"}),
-    ("semantic_fpn_r50_agvm_sgd", 512, {
-        **R50, "momentum": "code", "warmup": "ours", "data.scale": "ours", "data.train_scales": "ours", "data.augmentation": "ours"}),
-    ("faster_rcnn_swin_t_agvm_adamw", 1024, {**ADAMW, "paramwise.norm_decay": "ours"}),
-    ("faster_rcnn_r50_agvm_adamw", 1536, {**R50, **ADAMW, **BORROWED}),  # the table is Swin's; 12 epochs are its own
-    ("mask_rcnn_swin_t_agvm_adamw", 256, {**ADAMW, **BORROWED, "epochs": "ours", "paramwise.norm_decay": "ours"}),
-    ("retinanet_r18_agvm_adamw", 4096, {**R50, **ADAMW, **BORROWED}),
-    ("retinanet_r18_agvm_sgd", 256, {**R50, **ADAMW, **BORROWED, "epochs": "ours", "momentum": "code"}),
-    # The paper's 24 epochs are of ResNet-18, and Swin's one more is of Faster R-CNN.
-    ("retinanet_swin_t_agvm_adamw", 4096, {**ADAMW, **BORROWED, "epochs": "ours", "paramwise.norm_decay": "ours"}),
-    ("semantic_fpn_swin_t_agvm_adamw", 512, dict.fromkeys((
-        "data.scale", "data.train_scales", "data.augmentation", "detector.sync_bn", "paramwise.norm_decay", "lr",
-        "weight_decay", "tau", "alpha", "steps", "warmup_steps", "warmup", "decay", "power", "gradient_clipping"), "ours")),
-    ("uninet_g_htcx_agvm_adamw", 960, {
-        "detector.drop_mismatched": "ours", "detector.sync_bn": "ours", "detector.checkpoint_activations": "ours",
-        "paramwise.norm_decay": "ours", "paramwise.bias_decay": "ours", "weight_decay": "ours", "tau": "ours",
-        "alpha": "ours", "warmup_epochs": "ours", "warmup": "ours", "decay": "ours", "milestones": "ours",
-        "gradient_clipping": "ours"}),
-])
+@pytest.mark.parametrize(
+    "recipe, batch, expected",
+    [
+        ("faster_rcnn_r50_agvm_sgd", 256, {**R50, **MULTISTEP, "momentum": "code"}),
+        (
+            "semantic_fpn_r50_agvm_sgd",
+            512,
+            {
+                **R50,
+                "momentum": "code",
+                "warmup": "ours",
+                "data.scale": "ours",
+                "data.train_scales": "ours",
+                "data.augmentation": "ours",
+            },
+        ),
+        ("faster_rcnn_swin_t_agvm_adamw", 1024, {**ADAMW, "paramwise.norm_decay": "ours"}),
+        (
+            "faster_rcnn_r50_agvm_adamw",
+            1536,
+            {**R50, **ADAMW, **BORROWED},
+        ),  # the table is Swin's; 12 epochs are its own
+        ("mask_rcnn_swin_t_agvm_adamw", 256, {**ADAMW, **BORROWED, "epochs": "ours", "paramwise.norm_decay": "ours"}),
+        ("retinanet_r18_agvm_adamw", 4096, {**R50, **ADAMW, **BORROWED}),
+        ("retinanet_r18_agvm_sgd", 256, {**R50, **ADAMW, **BORROWED, "epochs": "ours", "momentum": "code"}),
+        # The paper's 24 epochs are of ResNet-18, and Swin's one more is of Faster R-CNN.
+        ("retinanet_swin_t_agvm_adamw", 4096, {**ADAMW, **BORROWED, "epochs": "ours", "paramwise.norm_decay": "ours"}),
+        (
+            "semantic_fpn_swin_t_agvm_adamw",
+            512,
+            dict.fromkeys(
+                (
+                    "data.scale",
+                    "data.train_scales",
+                    "data.augmentation",
+                    "detector.sync_bn",
+                    "paramwise.norm_decay",
+                    "lr",
+                    "weight_decay",
+                    "tau",
+                    "alpha",
+                    "steps",
+                    "warmup_steps",
+                    "warmup",
+                    "decay",
+                    "power",
+                    "gradient_clipping",
+                ),
+                "ours",
+            ),
+        ),
+        (
+            "uninet_g_htcx_agvm_adamw",
+            960,
+            {
+                "detector.drop_mismatched": "ours",
+                "detector.sync_bn": "ours",
+                "detector.checkpoint_activations": "ours",
+                "paramwise.norm_decay": "ours",
+                "paramwise.bias_decay": "ours",
+                "weight_decay": "ours",
+                "tau": "ours",
+                "alpha": "ours",
+                "warmup_epochs": "ours",
+                "warmup": "ours",
+                "decay": "ours",
+                "milestones": "ours",
+                "gradient_clipping": "ours",
+            },
+        ),
+    ],
+)
 def test_what_the_paper_does_not_state_is_marked(recipe, batch, expected):
     assert unstated(recipe, batch) == expected
     if recipe.startswith("uninet"):
@@ -194,8 +274,11 @@ def test_the_row_of_uninet_is_the_shipped_run_without_its_machine():
     assert row.data == shipped.data.model_copy(update={"workers": row.data.workers})
     assert shipped.deepspeed["gradient_clipping"] == row.deepspeed["gradient_clipping"] == 1.0
     assert row.detector.load_from.endswith("weights/uninet_g_htcx_o365.pth")
-    assert row.optimizer == OptimizerConfig(type="AGVMAdamW", params={
-        "lr": 1.5e-4, "weight_decay": 0.05, "tau": 5, "alpha": 0.97}, paramwise={"norm_decay": False, "bias_decay": False})
+    assert row.optimizer == OptimizerConfig(
+        type="AGVMAdamW",
+        params={"lr": 1.5e-4, "weight_decay": 0.05, "tau": 5, "alpha": 0.97},
+        paramwise={"norm_decay": False, "bias_decay": False},
+    )
 
 
 def test_recipes_are_composed_of_pipeline_backbone_and_optimizer():
@@ -217,8 +300,18 @@ def test_semantic_fpn_is_trained_on_resnets_with_sgd_and_on_swin_with_adamw():
     for batch in (32, 512, 2048):
         swin = {s.key: s.value for s in find_recipe("semantic_fpn_swin_t_agvm_adamw").settings(batch)}
         r50 = {s.key: s.value for s in find_recipe("semantic_fpn_r50_agvm_sgd").settings(batch)}
-        shared = ("schedule.steps", "schedule.warmup_steps", "schedule.decay", "schedule.power", "optimizer.params.tau",
-                  "optimizer.params.alpha", "detector.sync_bn", "data.scale", "data.train_scales", "data.augmentation")
+        shared = (
+            "schedule.steps",
+            "schedule.warmup_steps",
+            "schedule.decay",
+            "schedule.power",
+            "optimizer.params.tau",
+            "optimizer.params.alpha",
+            "detector.sync_bn",
+            "data.scale",
+            "data.train_scales",
+            "data.augmentation",
+        )
         assert [swin[key] for key in shared] == [r50[key] for key in shared]
         for key in ("optimizer.params.lr", "optimizer.params.weight_decay", "gradient_clipping"):
             assert swin[key] == rule("faster_rcnn_swin_t_agvm_adamw", batch, key)
@@ -239,7 +332,9 @@ def test_megdet_is_sgd_with_a_linear_rate_at_every_batch_and_batch_norm_over_all
     assert (text.rule, text.source) == ("0.04 x 8 from batch 32; MegDet: linear at every batch", "ours")
 
 
-@pytest.mark.parametrize("name", ["faster_rcnn_r50_sgd", "faster_rcnn_r50_adamw", "semantic_fpn_r50_sgd", "uninet_g_htcx_adamw"])
+@pytest.mark.parametrize(
+    "name", ["faster_rcnn_r50_sgd", "faster_rcnn_r50_adamw", "semantic_fpn_r50_sgd", "uninet_g_htcx_adamw"]
+)
 def test_rates_grow_with_the_batch_without_a_jump(name):
     rates = [rule(name, batch, "optimizer.params.lr") for batch in range(1, 3000)]
     ratios = [b / a for a, b in zip(rates, rates[1:])]

@@ -6,20 +6,42 @@ import math
 import pytest
 
 from engine.config import ConfigError
-from engine.study.grid import (Study, Trial, agvm_memory, better, check_runs, keep_settings, load_study, settings, shared_runs,
-                               trial_config)
+from engine.study.grid import (
+    Study,
+    Trial,
+    agvm_memory,
+    better,
+    check_runs,
+    keep_settings,
+    load_study,
+    settings,
+    shared_runs,
+    trial_config,
+)
 from engine.study.runner import best_trial, due_trials, missing_runs
 from engine.study.trial import Outcome
 
-METHODS = {"SGD": {"type": "SGD", "lr": 0.02, "params": {"momentum": 0.9}},
-           "MegDet": {"type": "SGD", "lr": 0.02, "growth": "linear", "params": {"momentum": 0.9}},
-           "AGVM": {"type": "AGVMAdamW", "lr": 1e-3, "growth": "sqrt(1.5)", "params": {"weight_decay": 0.05}},
-           "SAM": {"type": "SGD", "lr": 0.02, "sam": {"rho": 0.1}}}
+METHODS = {
+    "SGD": {"type": "SGD", "lr": 0.02, "params": {"momentum": 0.9}},
+    "MegDet": {"type": "SGD", "lr": 0.02, "growth": "linear", "params": {"momentum": 0.9}},
+    "AGVM": {"type": "AGVMAdamW", "lr": 1e-3, "growth": "sqrt(1.5)", "params": {"weight_decay": 0.05}},
+    "SAM": {"type": "SGD", "lr": 0.02, "sam": {"rho": 0.1}},
+}
 
 
 def study(**changes):
-    return Study(**{"config": "shapes_faster_rcnn", "batches": [8, 32, 128], "micro_batch": 4, "knee": 32, "epochs": 6,
-                    "sweep": [0.5, 1, 2], "methods": METHODS, **changes})
+    return Study(
+        **{
+            "config": "shapes_faster_rcnn",
+            "batches": [8, 32, 128],
+            "micro_batch": 4,
+            "knee": 32,
+            "epochs": 6,
+            "sweep": [0.5, 1, 2],
+            "methods": METHODS,
+            **changes,
+        }
+    )
 
 
 def outcome(score):
@@ -36,12 +58,14 @@ def test_learning_rates_follow_the_rule_to_the_knee_and_beyond():
 def test_the_memory_of_agvm_is_the_papers_share_of_the_run():
     assert agvm_memory(370) == {"tau": 1, "alpha": 0.97}
     assert agvm_memory(740) == {"tau": 2, "alpha": 0.97}
-    assert agvm_memory(37) == {"tau": 1, "alpha": 0.7}      # a tenth of the windows: 3.33 of them in memory, not 33.3
+    assert agvm_memory(37) == {"tau": 1, "alpha": 0.7}  # a tenth of the windows: 3.33 of them in memory, not 33.3
     assert agvm_memory(3) == {"tau": 1, "alpha": 0.0}
 
 
 def test_the_config_of_a_run(tmp_path):
-    config = trial_config(study(), Trial("AGVM", 128, 2.0, 1), tmp_path / "run", images=620, start=tmp_path / "start.pth")
+    config = trial_config(
+        study(), Trial("AGVM", 128, 2.0, 1), tmp_path / "run", images=620, start=tmp_path / "start.pth"
+    )
     assert config.deepspeed["train_batch_size"] == 128 and config.deepspeed["gradient_accumulation_steps"] == 32
     assert config.schedule.steps == 30 and config.schedule.warmup_steps == 3 and config.schedule.epochs is None
     assert config.optimizer.params["lr"] == pytest.approx(12e-3) and config.optimizer.params["weight_decay"] == 0.05
@@ -67,8 +91,11 @@ def test_methods_share_a_run_where_their_rules_come_to_the_same():
 def test_the_sweep_comes_first_and_the_other_seeds_run_at_its_best():
     chosen, outcomes = study(batches=[8]), {}
     assert due_trials(chosen, ["SGD"], outcomes) == [Trial("SGD", 8, factor, 0) for factor in (0.5, 1, 2)]
-    outcomes |= {Trial("SGD", 8, 0.5, 0): outcome(0.3), Trial("SGD", 8, 1, 0): outcome(0.4),
-                 Trial("SGD", 8, 2, 0): outcome(math.nan)}
+    outcomes |= {
+        Trial("SGD", 8, 0.5, 0): outcome(0.3),
+        Trial("SGD", 8, 1, 0): outcome(0.4),
+        Trial("SGD", 8, 2, 0): outcome(math.nan),
+    }
     assert due_trials(chosen, ["SGD"], outcomes) == [Trial("SGD", 8, 1, 1)]
     assert missing_runs(chosen, ["SGD"], outcomes) == 1 and missing_runs(chosen, ["SGD", "SAM"], outcomes) == 1 + 4
     outcomes[Trial("SGD", 8, 1, 1)] = outcome(0.2)
@@ -84,17 +111,20 @@ def test_where_all_diverge_the_smallest_rate_stands_for_the_method():
     assert better(0.0, math.nan) and not better(math.nan, 0.0) and not better(math.nan, math.nan)
 
 
-@pytest.mark.parametrize("changes,sentence", [
-    ({"batches": []}, "batches must list at least one"),
-    ({"batches": [32, 8]}, "ascending"),
-    ({"batches": [8, 8]}, "each once"),
-    ({"batches": [4]}, "two or more micro-batches of 4"),
-    ({"batches": [10]}, "two or more micro-batches of 4"),
-    ({"sweep": [0]}, "factors > 0"),
-    ({"seeds": [0, -1]}, "seeds must be whole numbers >= 0"),
-    ({"methods": {"../up": METHODS["SGD"]}}, "letters, digits and . . - _, got '../up'"),
-    ({"start": {"method": "Adam", "epochs": 1}}, "start.method must be one of"),
-])
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        ({"batches": []}, "batches must list at least one"),
+        ({"batches": [32, 8]}, "ascending"),
+        ({"batches": [8, 8]}, "each once"),
+        ({"batches": [4]}, "two or more micro-batches of 4"),
+        ({"batches": [10]}, "two or more micro-batches of 4"),
+        ({"sweep": [0]}, "factors > 0"),
+        ({"seeds": [0, -1]}, "seeds must be whole numbers >= 0"),
+        ({"methods": {"../up": METHODS["SGD"]}}, "letters, digits and . . - _, got '../up'"),
+        ({"start": {"method": "Adam", "epochs": 1}}, "start.method must be one of"),
+    ],
+)
 def test_what_cannot_be_studied_is_refused_in_a_sentence(changes, sentence, tmp_path):
     path = tmp_path / "study.json"
     path.write_text(json.dumps({**study().model_dump(mode="json"), **changes}))
@@ -115,19 +145,23 @@ def test_names_that_are_not_there(tmp_path):
         load_study(str(tmp_path / "twice.json"), {})
 
 
-@pytest.mark.parametrize("changes,sentence", [
-    ({"type": "AdamX"}, 'method "X" at batch 8: optimizer.type "AdamX" is none of .*AdamW'),
-    ({"sam": {"rh": 1}}, 'method "X" at batch 8: .*rh'),
-    ({"set": ["optimiser.type=SGD"]}, 'method "X" at batch 8: unknown key "optimiser"'),
-])
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        ({"type": "AdamX"}, 'method "X" at batch 8: optimizer.type "AdamX" is none of .*AdamW'),
+        ({"sam": {"rh": 1}}, 'method "X" at batch 8: .*rh'),
+        ({"set": ["optimiser.type=SGD"]}, 'method "X" at batch 8: unknown key "optimiser"'),
+    ],
+)
 def test_every_runs_config_is_read_before_the_first_is_trained(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_runs(study(methods={"SGD": METHODS["SGD"], "X": {**METHODS["SGD"], **changes}}), ["SGD", "X"])
 
 
 def test_shipped_studies_load_and_keep_the_order_of_their_methods():
-    from ds_configs import __path__ as folders
     from pathlib import Path
+
+    from ds_configs import __path__ as folders
 
     names = [file.stem for folder in folders for file in (Path(folder) / "studies").glob("*.json")]
     assert {"shapes", "miniature", "bccd"} <= set(names)

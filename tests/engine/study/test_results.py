@@ -35,10 +35,17 @@ def test_cells_are_of_all_seeds_at_the_best_rate(outcomes):
 
 def test_the_report_is_written_from_what_is_there(outcomes, tmp_path):
     text = write_report(study(batches=[8, 32]), ["SGD", "MegDet"], outcomes, tmp_path)
-    assert text == markdown(grid_of(study(batches=[8, 32]), ["SGD", "MegDet"], cells(study(batches=[8, 32]), ["SGD", "MegDet"], outcomes)))
+    assert text == markdown(
+        grid_of(study(batches=[8, 32]), ["SGD", "MegDet"], cells(study(batches=[8, 32]), ["SGD", "MegDet"], outcomes))
+    )
     assert "| SGD | 0.450 +- 0.050 | NaN (1 of 2) |" in text and "| MegDet |  |  |" in text
     page = (tmp_path / "study.html").read_text()
-    assert "MegDet at batch 8, 32 is SGD&#x27;s run" in page and "0.450 +- 0.050" in page and page.count("data:image/png;base64,") == 1 and "src='http" not in page
+    assert (
+        "MegDet at batch 8, 32 is SGD&#x27;s run" in page
+        and "0.450 +- 0.050" in page
+        and page.count("data:image/png;base64,") == 1
+        and "src='http" not in page
+    )
     assert (tmp_path / "scores.png").stat().st_size > 5000
     rows = (tmp_path / "results.csv").read_text().splitlines()
     assert len(rows) == 3 and rows[1].startswith("SGD,8,0.450 +- 0.050,0.400 0.500,0.02,1,")

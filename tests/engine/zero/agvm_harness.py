@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.optim import AGVMAdamW, AGVMLAMB, AGVMLARS, AGVMSGD, LAMB, LARS, PMDLAMB, module_groups
+from engine.optim import AGVMLAMB, AGVMLARS, AGVMSGD, LAMB, LARS, PMDLAMB, AGVMAdamW, module_groups
 from engine.optim.reference import ReferenceAdamW, ReferenceSGD
 from engine.optim.reference_layerwise import ReferenceLAMB, ReferenceLARS, ReferencePMDLAMB
 
@@ -19,9 +20,12 @@ _SGD = dict(lr=0.02, weight_decay=0.01, momentum=0.8)
 _LARS = dict(lr=0.5, weight_decay=0.01, momentum=0.8, trust_coefficient=0.02)
 # The optimizer, its twin, and options of their own.
 RULES = {
-    "adamw": (AGVMAdamW, ReferenceAdamW, _ADAMW), "sgd": (AGVMSGD, ReferenceSGD, _SGD),
-    "lars": (LARS, ReferenceLARS, _LARS), "agvm_lars": (AGVMLARS, ReferenceLARS, _LARS),
-    "lamb": (LAMB, ReferenceLAMB, _LAMB), "agvm_lamb": (AGVMLAMB, ReferenceLAMB, _LAMB),
+    "adamw": (AGVMAdamW, ReferenceAdamW, _ADAMW),
+    "sgd": (AGVMSGD, ReferenceSGD, _SGD),
+    "lars": (LARS, ReferenceLARS, _LARS),
+    "agvm_lars": (AGVMLARS, ReferenceLARS, _LARS),
+    "lamb": (LAMB, ReferenceLAMB, _LAMB),
+    "agvm_lamb": (AGVMLAMB, ReferenceLAMB, _LAMB),
     "pmdlamb": (PMDLAMB, ReferencePMDLAMB, {**_LAMB, "period": 4, "factor": 0.3}),
 }
 WITHOUT_AGVM = ("lars", "lamb", "pmdlamb")
@@ -76,11 +80,20 @@ class Case:
 
 
 def deepspeed_config(case: Case) -> dict[str, Any]:
-    config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": case.accumulation,
-              "gradient_clipping": case.clip_grad, "zero_allow_untested_optimizer": True,
-              "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
-              "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0,
-                                    "reduce_bucket_size": 200, **case.zero}}
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clip_grad,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "zero_optimization": {
+            "stage": case.stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 200,
+            **case.zero,
+        },
+    }
     if case.precision == "bf16":
         config["bf16"] = {"enabled": True}
     elif case.precision == "fp16":
@@ -88,8 +101,14 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
     return {**config, **case.config}
 
 
-def build(case: Case, model: nn.Module, *, make: Callable | None = None, attach: bool = True,
-          modules: dict[str, list[str]] | None = None) -> tuple[Any, Any]:
+def build(
+    case: Case,
+    model: nn.Module,
+    *,
+    make: Callable | None = None,
+    attach: bool = True,
+    modules: dict[str, list[str]] | None = None,
+) -> tuple[Any, Any]:
     import deepspeed
 
     if case.precision == "fp16":
@@ -116,10 +135,15 @@ def take_step(engine: Any, case: Case, step: int, *, loss: Callable | None = Non
 
 def by_module(model: nn.Module, pick: Callable) -> dict[str, list[torch.Tensor]]:
     """What `pick` makes of each parameter that was trainable at the start."""
-    return {module: [pick(p) for name, p in model.named_parameters()
-                     if name.split(".")[0] not in getattr(model, "frozen", ())
-                     and any(name.startswith(f"{x}.") for x in prefixes)]
-            for module, prefixes in MODULES.items()}
+    return {
+        module: [
+            pick(p)
+            for name, p in model.named_parameters()
+            if name.split(".")[0] not in getattr(model, "frozen", ())
+            and any(name.startswith(f"{x}.") for x in prefixes)
+        ]
+        for module, prefixes in MODULES.items()
+    }
 
 
 def micro_gradients(model: nn.Module, step: int, total: int, loss: Callable | None = None) -> list[dict]:
@@ -129,8 +153,9 @@ def micro_gradients(model: nn.Module, step: int, total: int, loss: Callable | No
         x, y = micro_batch(step, j, next(model.parameters()).dtype)
         model.zero_grad()
         (model(x, y) if loss is None else loss(model, x, y, step, j)).backward()
-        gradients.append(by_module(
-            model, lambda p: (torch.zeros_like(p) if p.grad is None else p.grad).clone().float()))
+        gradients.append(
+            by_module(model, lambda p: (torch.zeros_like(p) if p.grad is None else p.grad).clone().float())
+        )
     return gradients
 
 

@@ -15,7 +15,7 @@ def compare(case):
         history = []
         for step in range(1, 7):
             for group in optimizer.param_groups:
-                group["lr"] = options["lr"] * step / 6          # the schedule owns the learning rate
+                group["lr"] = options["lr"] * step / 6  # the schedule owns the learning rate
             take_step(engine, case, step)
             history.append(full_weights(engine))
             assert {group["lr"] for group in optimizer.param_groups} == {options["lr"] * step / 6}
@@ -31,8 +31,11 @@ def compare_all(cases):
 def test_without_a_window_the_step_is_torchs(ranks):
     beyond = {"tau": 1000}
     cases = [Case(s, 2, rule=rule, agvm=beyond, clip_grad=0.3) for s in (0, 1, 2, 3) for rule in ("adamw", "sgd")]
-    cases += [Case(0, 1, precision="bf16", agvm=beyond), Case(1, 1, precision="bf16", agvm=beyond),
-              Case(2, 1, rule="sgd", agvm={**beyond, "nesterov": True}),
-              Case(3, 1, agvm=beyond, zero={"offload_optimizer": {"device": "cpu"}, "sub_group_size": 50})]
+    cases += [
+        Case(0, 1, precision="bf16", agvm=beyond),
+        Case(1, 1, precision="bf16", agvm=beyond),
+        Case(2, 1, rule="sgd", agvm={**beyond, "nesterov": True}),
+        Case(3, 1, agvm=beyond, zero={"offload_optimizer": {"device": "cpu"}, "sub_group_size": 50}),
+    ]
     differences = ranks.run(compare_all, 2, cases)[0]
     assert differences == [0.0] * len(cases), list(zip(cases, differences))

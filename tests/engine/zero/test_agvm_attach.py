@@ -25,11 +25,13 @@ def attach_errors(cases):
 
 
 def test_unsupported_features_are_refused_by_name(ranks):
-    cases = {"fp16 at stage 0": Case(0, 2, precision="fp16"),
-             "elastic_checkpoint": Case(2, 2, zero={"elastic_checkpoint": True}),
-             "managed_gradient_accumulation": Case(2, 2, config={"managed_gradient_accumulation": False}),
-             "DeepCompile": Case(2, 2, config={"compile": {"deepcompile": True}}),
-             "set gradient_accumulation_steps to 2": Case(2, 1)}
+    cases = {
+        "fp16 at stage 0": Case(0, 2, precision="fp16"),
+        "elastic_checkpoint": Case(2, 2, zero={"elastic_checkpoint": True}),
+        "managed_gradient_accumulation": Case(2, 2, config={"managed_gradient_accumulation": False}),
+        "DeepCompile": Case(2, 2, config={"compile": {"deepcompile": True}}),
+        "set gradient_accumulation_steps to 2": Case(2, 1),
+    }
     for words, error in zip(cases, ranks.run(attach_errors, 1, list(cases.values()))[0]):
         assert error is not None and words in error, (words, error)
 
@@ -55,7 +57,7 @@ def claimed_features():
 
     torch.manual_seed(1)
     engine, optimizer = build(Case(2, 2), Tiny(), attach=False)
-    support.refuse_unsupported(engine, "AGVM")               # as it is, it is supported
+    support.refuse_unsupported(engine, "AGVM")  # as it is, it is supported
     errors = {}
     for feature, (where, name, value) in CLAIMED.items():
 
@@ -96,8 +98,11 @@ def wrong_attachments():
     errors = []
     engine, optimizer = build(Case(1, 2), Tiny())
     other_engine, other = build(Case(1, 2), Tiny(), attach=False)
-    for wrong in (lambda: optimizer.attach(engine), lambda: other.attach(engine),
-                  lambda: other.attach(other_engine, bucket_size=0)):
+    for wrong in (
+        lambda: optimizer.attach(engine),
+        lambda: other.attach(engine),
+        lambda: other.attach(other_engine, bucket_size=0),
+    ):
         with pytest.raises(ValueError) as error:
             wrong()
         errors.append(str(error.value))

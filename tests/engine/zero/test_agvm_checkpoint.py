@@ -25,8 +25,14 @@ def interrupt(case, folder):
                 path, client_state = engine.load_checkpoint(folder)
                 assert path is not None and client_state["mine"] == 4
                 assert optimizer.agvm_state_dict() == saved
-                assert [g["module"] for g in optimizer.param_groups] == ["backbone", "backbone", "neck", "neck", "head",
-                                                                         "head"]
+                assert [g["module"] for g in optimizer.param_groups] == [
+                    "backbone",
+                    "backbone",
+                    "neck",
+                    "neck",
+                    "head",
+                    "head",
+                ]
         outcome.append((full_weights(engine), optimizer.agvm_state_dict(), optimizer.phi))
         close(engine, optimizer)
     (weights, state, phi), (weights2, state2, phi2) = outcome
@@ -65,7 +71,7 @@ def warm_start():
     engine, optimizer = build(case, Tiny())
     engine.load_checkpoint(box[0], load_module_only=True)
     fresh = [optimizer.mu]
-    engine.load_checkpoint(box[0], "tag", True, False)              # the same by position: no optimizer states
+    engine.load_checkpoint(box[0], "tag", True, False)  # the same by position: no optimizer states
     fresh.append(optimizer.mu)
     engine.load_checkpoint(box[0], "tag", True, True)
     fresh.append(optimizer.mu)

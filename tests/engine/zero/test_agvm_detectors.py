@@ -11,10 +11,11 @@ CONFIGS = {"faster": "faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", "mask": "mask
 
 
 def detector(kind, small=True):
-    import models  # noqa: F401  (CPU kernels of mmcv's ops)
     from mmdet.registry import MODELS
     from mmdet.utils import register_all_modules
     from mmengine.hub import get_config
+
+    import models  # noqa: F401  (CPU kernels of mmcv's ops)
 
     register_all_modules()
     model = get_config(f"mmdet::{CONFIGS[kind]}").model
@@ -45,15 +46,23 @@ def sample(j):
     masks = torch.zeros(2, 96, 96)
     for mask, (x, y, x2, y2) in zip(masks, boxes.int().tolist()):
         mask[y:y2, x:x2] = 1
-    data = DetDataSample(metainfo=dict(img_shape=(96, 96), pad_shape=(96, 96), batch_input_shape=(96, 96),
-                                       scale_factor=(1.0, 1.0), ori_shape=(96, 96)))
-    data.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([j % 3, 1]),
-                                     masks=BitmapMasks(masks.numpy().astype("uint8"), 96, 96))
+    data = DetDataSample(
+        metainfo=dict(
+            img_shape=(96, 96),
+            pad_shape=(96, 96),
+            batch_input_shape=(96, 96),
+            scale_factor=(1.0, 1.0),
+            ori_shape=(96, 96),
+        )
+    )
+    data.gt_instances = InstanceData(
+        bboxes=boxes, labels=torch.tensor([j % 3, 1]), masks=BitmapMasks(masks.numpy().astype("uint8"), 96, 96)
+    )
     return torch.randn(1, 3, 96, 96, generator=generator), [data]
 
 
 def loss_of(model, j):
-    torch.manual_seed(j)                # the samplers of RPN and box head draw at random
+    torch.manual_seed(j)  # the samplers of RPN and box head draw at random
     pictures, samples = sample(j)
     losses = model(pictures, samples, mode="loss")
     return getattr(model, "module", model).parse_losses(losses)[0]
@@ -65,9 +74,18 @@ def brute_force(model, modules, total, rule):
         members = range(half, total, 2)
         model.zero_grad()
         (sum(loss_of(model, j) for j in members) / len(members)).backward()
-        halves.append({name: torch.cat([p.grad.flatten().double() for n, p in model.named_parameters()
-                                        if p.grad is not None and any(n.startswith(f"{x}.") for x in prefixes)])
-                       for name, prefixes in modules.items()})
+        halves.append(
+            {
+                name: torch.cat(
+                    [
+                        p.grad.flatten().double()
+                        for n, p in model.named_parameters()
+                        if p.grad is not None and any(n.startswith(f"{x}.") for x in prefixes)
+                    ]
+                )
+                for name, prefixes in modules.items()
+            }
+        )
     n1, n2 = len(range(0, total, 2)), len(range(1, total, 2))
     phi = {}
     for name in modules:
@@ -84,8 +102,9 @@ def measure(kind, stage, accumulation, rule, small=True):
     plain = copy.deepcopy(model)
     modules = detector_modules(model)
     bucket = 100_000 if small else 4_000_000
-    case = Case(stage, accumulation, rule=rule, bucket_size=bucket, agvm={"tau": 1},
-                zero={"reduce_bucket_size": 5 * bucket})
+    case = Case(
+        stage, accumulation, rule=rule, bucket_size=bucket, agvm={"tau": 1}, zero={"reduce_bucket_size": 5 * bucket}
+    )
     engine, optimizer = build(case, model, modules=modules)
     world = dist.get_world_size()
     for k in range(accumulation):
@@ -100,10 +119,14 @@ def measure_all(cases):
     return [measure(*case) for case in cases]
 
 
-@pytest.mark.parametrize("world, cases", [
-    (2, [("faster", 2, 1, "sgd"), ("mask", 3, 1, "adamw"), ("mask", 0, 2, "sgd"), ("faster", 1, 2, "adamw")]),
-    (2, [("faster", 2, 1, "sgd", False), ("mask", 3, 1, "adamw", False)]),        # mmdet's R50 models as they are
-    (3, [("mask", 2, 1, "sgd")])])
+@pytest.mark.parametrize(
+    "world, cases",
+    [
+        (2, [("faster", 2, 1, "sgd"), ("mask", 3, 1, "adamw"), ("mask", 0, 2, "sgd"), ("faster", 1, 2, "adamw")]),
+        (2, [("faster", 2, 1, "sgd", False), ("mask", 3, 1, "adamw", False)]),  # mmdet's R50 models as they are
+        (3, [("mask", 2, 1, "sgd")]),
+    ],
+)
 def test_phi_on_faster_and_mask_rcnn_is_that_of_two_backward_passes(ranks, world, cases):
     for case, (phi, expected) in zip(cases, ranks.run(measure_all, world, cases)[0]):
         heads = {"bbox_head", "mask_head"} if case[0] == "mask" else {"bbox_head"}

@@ -33,9 +33,9 @@ def inject_nan(stage, bad_step):
         if step == bad_step:
             kept.append(before == (optimizer.mu, optimizer.phi))
             if stage == 0:
-                break                   # DeepSpeed checks nothing at stage 0 in fp32: the weights are lost
+                break  # DeepSpeed checks nothing at stage 0 in fp32: the weights are lost
             if plain is not None:
-                plain.twin.t += 1       # DeepSpeed skips the step, and it counts
+                plain.twin.t += 1  # DeepSpeed skips the step, and it counts
         elif plain is not None:
             plain.step(step)
             worst = max(worst, relative(optimizer.phi, plain.twin.phi), relative(optimizer.mu, plain.twin.mu))
@@ -62,9 +62,13 @@ def test_nan_on_one_rank_discards_the_window_on_all_and_leaves_mu(ranks):
 def overflow(stage):
     """fp16 with a loss scale far too large: steps are skipped until it has come down."""
     torch.manual_seed(1)
-    case = Case(stage, 1, precision="fp16", config={"fp16": {"enabled": True, "initial_scale_power": 20,
-                                                             "hysteresis": 1, "loss_scale_window": 1000}},
-                agvm={"tau": 1})
+    case = Case(
+        stage,
+        1,
+        precision="fp16",
+        config={"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 1000}},
+        agvm={"tau": 1},
+    )
     engine, optimizer = build(case, Tiny())
     states = []
     for step in range(1, 16):

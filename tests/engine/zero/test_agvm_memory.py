@@ -51,9 +51,15 @@ class Wide(nn.Module):
 
 def measure(stage, rule, estimator, bucket_size):
     torch.manual_seed(1)
-    case = Case(stage, 2, rule=rule, estimator=estimator, bucket_size=bucket_size, agvm={"tau": 2},
-                zero={"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000,
-                      "stage3_prefetch_bucket_size": 1000})
+    case = Case(
+        stage,
+        2,
+        rule=rule,
+        estimator=estimator,
+        bucket_size=bucket_size,
+        agvm={"tau": 2},
+        zero={"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "stage3_prefetch_bucket_size": 1000},
+    )
     engine, optimizer = build(case, Wide())
     peaks = []
     for step in range(1, 7):
@@ -75,17 +81,23 @@ def measure_all(cases):
 
 
 def test_a_window_takes_one_partition_and_two_buckets_at_most(ranks):
-    cases = [(stage, rule, estimator, bucket) for stage in (2, 3)
-             for rule, estimator, bucket in (("adamw", "halves", 30_000), ("adamw", "replicas", 100_000),
-                                             ("sgd", "halves", 30_000))]
+    cases = [
+        (stage, rule, estimator, bucket)
+        for stage in (2, 3)
+        for rule, estimator, bucket in (
+            ("adamw", "halves", 30_000),
+            ("adamw", "replicas", 100_000),
+            ("sgd", "halves", 30_000),
+        )
+    ]
     cases += [(2, "sgd", "replicas", 30_000)]
     for (stage, rule, estimator, bucket), answers in zip(cases, zip(*ranks.run(measure_all, 2, cases))):
         for extra, partition, model, peaks in answers:
             assert partition <= model / 2 + 1000
             bound = 0 if (rule, estimator) == ("sgd", "replicas") else 4 * (partition + 2 * bucket)
-            slack = 192 * 1024                  # fp64 slices of the sums, whatever the model's size
+            slack = 192 * 1024  # fp64 slices of the sums, whatever the model's size
             if not bound:
-                slack += 4 * 301 * 301          # ZeRO-2 keeps transposed gradients: one at a time is copied flat
+                slack += 4 * 301 * 301  # ZeRO-2 keeps transposed gradients: one at a time is copied flat
             assert extra <= bound + slack, (stage, rule, estimator, extra, bound, peaks)
             if bound:
                 assert extra >= 4 * partition * 0.25, "the meter does not see the partition"

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.zero.buckets import make_plan
 from engine.zero.layout import Flat, Fragment, Layout
@@ -16,8 +17,12 @@ class EvenLayout(Layout):
         self.finish()
 
     def finish(self):
-        self.fragments = [Fragment(i, start, stop, *self.place(i, start)) for i in range(len(self.params))
-                          for rank, start, stop in self.ranges(i) if rank == self.rank]
+        self.fragments = [
+            Fragment(i, start, stop, *self.place(i, start))
+            for i in range(len(self.params))
+            for rank, start, stop in self.ranges(i)
+            if rank == self.rank
+        ]
 
     def numel(self, i):
         return self.params[i].numel()
@@ -39,8 +44,13 @@ class FlatLayout(EvenLayout):
 
 
 @settings(max_examples=150, deadline=None)
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), world=st.integers(1, 7),
-       bucket_size=st.integers(1, 60), kind=st.sampled_from([EvenLayout, FlatLayout]), seed=st.integers(0, 1000))
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    world=st.integers(1, 7),
+    bucket_size=st.integers(1, 60),
+    kind=st.sampled_from([EvenLayout, FlatLayout]),
+    seed=st.integers(0, 1000),
+)
 def test_every_element_reaches_its_owner_and_no_bucket_is_too_large(sizes, world, bucket_size, kind, seed):
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(sizes), generator=generator).tolist()
@@ -60,10 +70,12 @@ def test_every_element_reaches_its_owner_and_no_bucket_is_too_large(sizes, world
                         block.write(reduced).add_(block.read(gradients[sender][i]))
             for owner, start, length in bucket.segments:
                 if owner == rank:
-                    partition[bucket.home:bucket.home + length] = reduced[start:start + length]
+                    partition[bucket.home : bucket.home + length] = reduced[start : start + length]
         fragments = kind(sizes, world, rank).fragments
         for k, start, stop, home in plan.spans:
             f = fragments[k]
-            assert torch.allclose(partition[home:home + stop - start], total[f.param][f.start + start:f.start + stop])
-            covered[f.param][f.start + start:f.start + stop] += 1
+            assert torch.allclose(
+                partition[home : home + stop - start], total[f.param][f.start + start : f.start + stop]
+            )
+            covered[f.param][f.start + start : f.start + stop] += 1
     assert all((c == 1).all() for c in covered)

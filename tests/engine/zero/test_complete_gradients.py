@@ -44,17 +44,29 @@ def train(stages):
         zero = {"stage": stage, "reduce_bucket_size": 60}
         if stage == 3:
             zero["stage3_param_persistence_threshold"] = 0
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
-            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4 // world, "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True, "zero_optimization": zero})
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 4 // world,
+                "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": zero,
+            },
+        )
         keep_whole(engine, ["sometimes"])
         generator = torch.Generator().manual_seed(5)
         for step in range(6):
             inputs = torch.randn(4, 4, 7, generator=generator)
             for k in range(4 // world):
                 j = k * world + rank
-                loss = engine(inputs[j], sometimes=(step + j) % 2 == 0 and step != 2, rarely=step != 3,
-                              broken=step == 4 and j == 1)
+                loss = engine(
+                    inputs[j],
+                    sometimes=(step + j) % 2 == 0 and step != 2,
+                    rarely=step != 3,
+                    broken=step == 4 and j == 1,
+                )
                 engine.backward(loss)
                 model.gradients.release()
                 engine.step()

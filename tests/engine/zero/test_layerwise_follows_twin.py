@@ -9,8 +9,19 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from agvm_harness import (MODULES, Case, Tiny, build, close, deepspeed_config, difference, follow_all, full_weights,
-                          micro_gradients, take_step)
+from agvm_harness import (
+    MODULES,
+    Case,
+    Tiny,
+    build,
+    close,
+    deepspeed_config,
+    difference,
+    follow_all,
+    full_weights,
+    micro_gradients,
+    take_step,
+)
 
 from engine.optim import module_groups
 from engine.zero.whole_parameters import whole_state
@@ -28,8 +39,17 @@ def check(ranks, world, cases, *, weights, steps=15):
 
 def test_stages_world_sizes_and_accumulation_in_fp32(ranks):
     for world in (2, 3):
-        check(ranks, world, [Case(s, 1 + (s + r) % 2, rule=rule, clip_grad=0.3 if (s + r) % 3 == 0 else 0.0)
-                             for s in STAGES for r, rule in enumerate(RULES)], weights=1e-6, steps=30)
+        check(
+            ranks,
+            world,
+            [
+                Case(s, 1 + (s + r) % 2, rule=rule, clip_grad=0.3 if (s + r) % 3 == 0 else 0.0)
+                for s in STAGES
+                for r, rule in enumerate(RULES)
+            ],
+            weights=1e-6,
+            steps=30,
+        )
 
 
 def cuts(case):
@@ -49,28 +69,40 @@ def test_layers_are_cut_and_share_shards_in_these_runs(ranks):
 
 
 def test_options_of_the_rules(ranks):
-    lars = [{"norm": "sum_of"}, {"adapt_1d": True}, {"nesterov": True}, {"momentum": 0.0},
-            {"dampening": 0.4, "eps": 0.1}]
+    lars = [
+        {"norm": "sum_of"},
+        {"adapt_1d": True},
+        {"nesterov": True},
+        {"momentum": 0.0},
+        {"dampening": 0.4, "eps": 0.1},
+    ]
     lamb = [{"clamp": (0.5, 1.5)}, {"adapt_1d": True}, {"eps": 0.1, "betas": (0.5, 0.8)}]
     pmd = [{"factor": 0.0, "period": 5}, {"factor": 0.9, "period": 1}]
-    cases = [Case(1 + k % 3, 1, rule=rule, agvm=options)
-             for rule, choices in (("lars", lars), ("lamb", lamb), ("pmdlamb", pmd)) for k, options in enumerate(choices)]
+    cases = [
+        Case(1 + k % 3, 1, rule=rule, agvm=options)
+        for rule, choices in (("lars", lars), ("lamb", lamb), ("pmdlamb", pmd))
+        for k, options in enumerate(choices)
+    ]
     check(ranks, 2, cases, weights=1e-6)
 
 
 def test_options_of_deepspeed(ranks):
-    cases = [Case(2, 2, rule="lamb", zero={"round_robin_gradients": True}),
-             Case(1, 1, rule="lars", zero={"overlap_comm": True}),
-             Case(3, 2, rule="lamb", clip_grad=0.3,
-                  zero={"sub_group_size": 50, "stage3_param_persistence_threshold": 100}),
-             Case(2, 2, rule="lamb", clip_grad=0.3, zero={"offload_optimizer": {"device": "cpu"}}),
-             Case(3, 1, rule="lars", clip_grad=0.3, zero={"offload_optimizer": {"device": "cpu"}})]
+    cases = [
+        Case(2, 2, rule="lamb", zero={"round_robin_gradients": True}),
+        Case(1, 1, rule="lars", zero={"overlap_comm": True}),
+        Case(3, 2, rule="lamb", clip_grad=0.3, zero={"sub_group_size": 50, "stage3_param_persistence_threshold": 100}),
+        Case(2, 2, rule="lamb", clip_grad=0.3, zero={"offload_optimizer": {"device": "cpu"}}),
+        Case(3, 1, rule="lars", clip_grad=0.3, zero={"offload_optimizer": {"device": "cpu"}}),
+    ]
     check(ranks, 2, cases, weights=1e-6)
 
 
 def test_agvm_on_top(ranks):
-    cases = [Case(s, 2, rule=rule, estimator=("halves", "replicas")[(s + r) % 2], clip_grad=0.3 if s == 2 else 0.0)
-             for s in STAGES for r, rule in enumerate(("agvm_lars", "agvm_lamb"))]
+    cases = [
+        Case(s, 2, rule=rule, estimator=("halves", "replicas")[(s + r) % 2], clip_grad=0.3 if s == 2 else 0.0)
+        for s in STAGES
+        for r, rule in enumerate(("agvm_lars", "agvm_lamb"))
+    ]
     for case, *answers in zip(cases, *ranks.run(follow_all, 2, [replace(c, steps=15) for c in cases], timeout=900)):
         first = answers[0]
         assert all(answer["own"] == first["own"] for answer in answers) and first["own"]["windows"] == 5
@@ -86,8 +118,16 @@ def test_half_precision(ranks):
     cases = [Case(s, 2, rule=rule, precision="bf16") for s in STAGES for rule in ("lars", "lamb")]
     cases += [Case(1, 2, rule="lamb", precision="bf16", config=FP32_SUMS, clip_grad=0.3)]
     check(ranks, 2, cases, weights=0.01)
-    check(ranks, 2, [Case(s, 2, rule=rule, precision="fp16", clip_grad=0.3 * (s > 1))
-                     for s in (1, 2, 3) for rule in ("lars", "lamb")], weights=0.002)
+    check(
+        ranks,
+        2,
+        [
+            Case(s, 2, rule=rule, precision="fp16", clip_grad=0.3 * (s > 1))
+            for s in (1, 2, 3)
+            for rule in ("lars", "lamb")
+        ],
+        weights=0.002,
+    )
 
 
 def follow_timm(case, name, options):
@@ -109,8 +149,12 @@ def follow_timm(case, name, options):
             for p, *parts in zip(own, *(u[i] for u in gradients)):
                 p.grad = sum(parts) / len(parts)
         theirs.step()
-    weights = [p.detach() for prefixes in MODULES.values() for n, p in plain.named_parameters()
-               if any(n.startswith(f"{x}.") for x in prefixes)]
+    weights = [
+        p.detach()
+        for prefixes in MODULES.values()
+        for n, p in plain.named_parameters()
+        if any(n.startswith(f"{x}.") for x in prefixes)
+    ]
     answer = difference(full_weights(engine), weights)
     close(engine, optimizer)
     return answer
