@@ -160,7 +160,7 @@ class Official:
 def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")
-    from engine.distributed import init_distributed
+    from engine.zero.processes import init_distributed
 
     init_distributed(init_method=f"file://{store}", rank=rank, world_size=2)
     import deepspeed

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.zero.processes import init_distributed
+
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -85,9 +87,9 @@ def measured(result: dict[str, float], name: str) -> Iterator[None]:
 def save_once(model: str, stage: int, work_dir: str) -> dict[str, float]:
     import torch
 
-    from engine.building import build_run
     from engine.checkpoints.saving import save_checkpoint
-    from engine.config import parse_config
+    from engine.recipes.load import parse_config
+    from engine.train.build import build_run
 
     run = build_run(parse_config(settings(model, stage, work_dir)))
     for shard in run.layout.shards().values():
@@ -98,9 +100,7 @@ def save_once(model: str, stage: int, work_dir: str) -> dict[str, float]:
         }
         for value in list(run.optimizer.state[shard].values())[1:]:
             value.normal_()
-    result: dict[str, float] = {
-        "parameters M": round(sum(run.layout.numel(i) for i in range(len(run.layout.params))) / 1e6, 1)
-    }
+    result: dict[str, float] = {"parameters M": round(sum(run.layout.geometry.numels) / 1e6, 1)}
     with measured(result, "save"):
         save_checkpoint(run, 1)
     folder = Path(work_dir) / "checkpoints" / "step-000001"
@@ -109,12 +109,12 @@ def save_once(model: str, stage: int, work_dir: str) -> dict[str, float]:
 
 
 def resume_once(model: str, stage: int, work_dir: str, source: str) -> dict[str, float]:
-    from engine import building
-    from engine.config import parse_config
-    from engine.work_dir import Resume
+    from engine.recipes.load import parse_config
+    from engine.train import build as building
+    from engine.train.work_dir import Resume
 
     result: dict[str, float] = {}
-    go_on, open_dir = building.go_on, building.open_work_dir
+    go_on, open_dir = building.resume_from, building.open_work_dir
 
     def timed(run, checkpoint):
         with measured(result, "restore"):
@@ -124,7 +124,7 @@ def resume_once(model: str, stage: int, work_dir: str, source: str) -> dict[str,
         with measured(result, "check"):
             return open_dir(*args)
 
-    building.go_on, building.open_work_dir = timed, checked
+    building.resume_from, building.open_work_dir = timed, checked
     run = building.build_run(parse_config(settings(model, stage, work_dir)), Resume(source))
     assert run.start == 1
     return result
@@ -141,11 +141,9 @@ def in_ranks(world: int, function: str, *args: Any) -> dict[str, float]:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
                 import torch
 
-                from engine import distributed
-
                 torch.set_num_threads(1)
                 with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-                    distributed.init_distributed(init_method=f"file://{store}", rank=rank, world_size=world)
+                    init_distributed(init_method=f"file://{store}", rank=rank, world_size=world)
                     result = globals()[function](*args)
                 Path(out, f"{rank}.json").write_text(json.dumps(result))
                 os._exit(0)
@@ -163,7 +161,7 @@ def in_ranks(world: int, function: str, *args: Any) -> dict[str, float]:
 
 
 def export_once(source: str, out: str, universal: bool) -> dict[str, float]:
-    from engine.exporting import export_universal, export_weights
+    from engine.inference.export import export_universal, export_weights
 
     result: dict[str, float] = {}
     with measured(result, "universal" if universal else "export"), contextlib.redirect_stderr(open(os.devnull, "w")):
@@ -179,12 +177,12 @@ def main() -> None:
         "--folder", default=tempfile.gettempdir(), help="where checkpoints are written, and removed again"
     )
     options = arguments.parse_args()
-    from engine.distributed import import_deepspeed
+    from engine.zero.processes import import_deepspeed
 
     import_deepspeed()
-    import engine.building  # noqa: F401
+    import engine.train.build  # noqa: F401
     from engine.data.shapes import ShapesSettings, write_shapes
-    from engine.mmdet_setup import import_mmdet
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     write_shapes(ShapesSettings(train_images=8, val_images=2))

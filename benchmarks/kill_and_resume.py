@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from engine.zero.processes import init_distributed
+
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -50,12 +52,11 @@ def live(config: dict, rank: int, store: str, log: Path) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD))
-    from engine import distributed
-    from engine.config import parse_config
-    from engine.training import train
-    from engine.work_dir import Resume
+    from engine.recipes.load import parse_config
+    from engine.train.loop import train
+    from engine.train.work_dir import Resume
 
-    distributed.init_distributed(init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    init_distributed(init_method=f"file://{store}", rank=rank, world_size=WORLD)
     train(parse_config(config), Resume())
     os._exit(0)
 
@@ -149,11 +150,11 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0, help="of the moments")
     options = arguments.parse_args()
     began = time.monotonic()
-    from engine.distributed import import_deepspeed
+    from engine.zero.processes import import_deepspeed
 
     import_deepspeed()
-    import engine.training  # noqa: F401
-    from engine.mmdet_setup import import_mmdet
+    import engine.train.loop  # noqa: F401
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     chance = random.Random(options.seed)

@@ -1,6 +1,6 @@
 """The planner's peak of live tensor bytes beside that of real steps: two gloo ranks, several detectors, ZeRO 0, 2 and 3.
 
-Every case trains real steps through the product's own loop body (`engine.building.build_run`, DeepSpeed's engine) on random
+Every case trains real steps through the product's own loop body (`engine.train.build.build_run`, DeepSpeed's engine) on random
 images of one size. From the third step on a dispatch mode follows every storage from the operator that makes it to its end
 (engine/planning/live_bytes.py), beginning with all tensors that the garbage collector knows: the highest sum is what is
 measured, on the rank that has more. What kernels allocate inside themselves is not in it; the resident memory beside it has
@@ -82,23 +82,20 @@ def settings(name: str, stage: int, args: argparse.Namespace) -> dict:
 def measure(rank: int, store: str, data: dict, args: argparse.Namespace, results) -> None:
     """Real steps on this rank; the peak of live bytes by phase, and the resident peak."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")
-    from engine.distributed import init_distributed
+    from engine.zero.processes import init_distributed
 
     init_distributed(init_method=f"file://{store}", rank=rank, world_size=2)
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
-    from engine.building import build_run
-    from engine.config import parse_config
-    from engine.planning.ground_truth import ground_truth
     from engine.planning.live_bytes import LiveBytes
+    from engine.recipes.load import parse_config
+    from engine.train.build import build_run
 
     data["run"]["work_dir"] = tempfile.mkdtemp()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build_run(parse_config(data))
-    samples = ground_truth(
-        run.config.data, run.classes, micro=args.micro, height=args.size, width=args.size, objects=POSITIVES
-    )
+    samples = run.task.stand_ins(run.classes, micro=args.micro, height=args.size, width=args.size, objects=POSITIVES)
     images = [torch.randint(0, 255, (3, args.size, args.size), dtype=torch.uint8) for _ in range(args.micro)]
     phases: dict[str, int] = {}
     for step in range(4 if args.window else 3):
@@ -119,9 +116,9 @@ def measure(rank: int, store: str, data: dict, args: argparse.Namespace, results
 
 
 def predict(data: dict, args: argparse.Namespace, results) -> None:
-    from engine.config import parse_config
     from engine.planning.image_sizes import Size
     from engine.planning.plan import Plan
+    from engine.recipes.load import parse_config
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         plan = Plan(parse_config(data), world=2, fixed_size=Size(args.size, args.size), objects=POSITIVES)
@@ -158,8 +155,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    from engine.distributed import import_deepspeed
-    from engine.mmdet_setup import import_mmdet
+    from engine.zero.processes import import_deepspeed
+    from models.mmdet_setup import import_mmdet
 
     import_deepspeed()
     import_mmdet()

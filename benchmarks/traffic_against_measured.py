@@ -47,16 +47,20 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
     `follow_order` gives the prediction the order in which gradients came and modules ran, which decides where buckets are
     cut but not how much is sent.
     """
-    from engine import distributed, training
-    from engine.config import parse_config
+    from engine import distributed
+    from engine.optim.registry import sums_per_layer
     from engine.planning.gathers import model_uses
     from engine.planning.norms import synced_norms
-    from engine.planning.partition import parameters_of
-    from engine.planning.recording import CollectiveRecorder, OrderRecorder, count_calls
-    from engine.planning.settings import communication_settings, layer_numbers, window_settings
+    from engine.planning.settings import window_settings
+    from engine.planning.shards import parameters_of
     from engine.planning.traffic import step_calls, step_traffic
+    from engine.recipes.load import parse_config
+    from engine.train import loop as training
+    from engine.zero.processes import import_deepspeed
+    from engine.zero.recording import CollectiveRecorder, OrderRecorder, count_calls
+    from engine.zero.settings import communication_settings
 
-    deepspeed = distributed.import_deepspeed()
+    deepspeed = import_deepspeed()
     recorder, seen, kept = CollectiveRecorder(), [], {}
     initialize, build, note = deepspeed.initialize, training.build_run, training.step_record
 
@@ -107,7 +111,7 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
             uses=uses[len(uses) // K * (K - 1) :] if follow_order else kept["uses"],
             norms=kept["norms"],
             losses=len(run.loss_names),
-            layer_numbers=layer_numbers(run.config.optimizer.type),
+            layer_numbers=sums_per_layer(run.config.optimizer.type),
             backend="gloo",
         )
         window = modulator is not None and modulator.is_window(number)
@@ -142,7 +146,7 @@ def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
 
     import torch
 
-    from engine.distributed import init_distributed
+    from engine.zero.processes import init_distributed
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")

@@ -77,7 +77,7 @@ def main() -> None:
 
     import timm
 
-    from engine.mmdet_setup import import_mmdet
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     from models.uninet.classifier import UniNetClassifier

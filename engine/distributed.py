@@ -9,18 +9,16 @@ beside it, so that a decision made on the CPU never waits for the device.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import socket
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine.config.errors import UserError
+from engine.errors import UserError
 
 _control_group: Any = None
 
@@ -54,61 +52,10 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def import_deepspeed() -> Any:
-    """DeepSpeed without its start-up notices; its later warnings stay."""
-    logging.disable(logging.WARNING)
-    try:
-        import deepspeed
-    finally:
-        logging.disable(logging.NOTSET)
-    return deepspeed
-
-
-def init_distributed(
-    *, init_method: str | None = None, rank: int = -1, world_size: int = -1, timeout_minutes: float = 30
-) -> None:
-    """Form the process group through DeepSpeed, on whatever accelerator it finds."""
+def set_control_group(group: Any) -> None:
+    """Use this gloo group for small messages; `engine.zero.processes` makes it with the other process groups."""
     global _control_group
-    deepspeed = import_deepspeed()
-    from deepspeed.accelerator import get_accelerator
-
-    compile_nothing()
-    timeout = timedelta(minutes=timeout_minutes)
-    deepspeed.init_distributed(
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
-    if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(local_rank())
-    _control_group = dist.new_group(backend="gloo", timeout=timeout)
-
-
-def compile_nothing() -> None:
-    """Before DeepSpeed's process group is formed.
-
-    DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a process
-    killed meanwhile leaves a lock that hangs all later ones). Told that the op is incompatible it uses gloo.
-    """
-    deepspeed = import_deepspeed()
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        deepspeed.ops.__compatible_ops__[builder.NAME] = False
-
-
-def reset_distributed() -> None:
-    """Leave the process group so that another can be formed in this process."""
-    global _control_group
-    import deepspeed
-
-    _control_group = None
-    deepspeed.comm.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
+    _control_group = group
 
 
 def rank() -> int:
@@ -178,3 +125,9 @@ def together() -> Iterator[None]:
     for source, text in enumerate(all_gather_objects(str(failure) if failure else None)):
         if text is not None:
             raise failure or UserError(f"rank {source}: {text}")
+
+
+def say(text: str) -> None:
+    """Print on rank 0 only."""
+    if rank() == 0:
+        print(text, flush=True)

@@ -41,7 +41,7 @@ def add_config_arguments(arguments: argparse.ArgumentParser, *, required: bool =
 
 def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
     """The folder, made if need be, in which a file can be made: tried before time is spent on what goes into it."""
-    from engine.config.errors import UserError
+    from engine.errors import UserError
 
     folder = Path(name)
     try:
@@ -55,8 +55,8 @@ def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
 def run_command(body: Callable[[], None]) -> None:
     """Run a script's body; a UserError becomes one sentence (once a node, or once in all) and exit code 2."""
     _share_cores()  # before torch is imported, for its threads are made then
-    from engine.config.errors import UserError
     from engine.distributed import adopt_launcher_environment
+    from engine.errors import UserError
 
     adopt_launcher_environment()
     try:

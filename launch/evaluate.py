@@ -42,9 +42,11 @@ def _evaluate(options) -> None:
     from pathlib import Path
 
     from engine import distributed
+    from engine.zero.processes import init_distributed
 
-    distributed.init_distributed()
-    from engine.inference import evaluate, load_detector, output_folder
+    init_distributed()
+    from engine.inference.evaluate import evaluate, output_folder
+    from engine.inference.load import load_detector
 
     with distributed.together():
         loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)

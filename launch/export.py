@@ -35,10 +35,10 @@ def main() -> None:
 def _export(options) -> None:
     from pathlib import Path
 
-    from engine.distributed import import_deepspeed
+    from engine.zero.processes import import_deepspeed
 
     import_deepspeed()
-    from engine.exporting import export_universal, export_weights
+    from engine.inference.export import export_universal, export_weights
 
     if options.universal:
         export_universal(options.checkpoint, Path(options.out))

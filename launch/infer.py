@@ -30,9 +30,11 @@ def _infer(options) -> None:
     from pathlib import Path
 
     from engine import distributed
+    from engine.zero.processes import init_distributed
 
-    distributed.init_distributed()
-    from engine.inference import infer, load_detector
+    init_distributed()
+    from engine.inference.infer import infer
+    from engine.inference.load import load_detector
 
     with distributed.together():
         loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)

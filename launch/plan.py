@@ -66,9 +66,11 @@ def arguments():
 
 
 def plan_run(options) -> None:
-    from engine.config import UserError, load_config, solve_batch
+    from engine.config import solve_batch
+    from engine.errors import UserError
     from engine.planning.hardware import find_hardware
     from engine.planning.image_sizes import parse_size
+    from engine.recipes.load import load_config
 
     # What needs no import of a second, first.
     if options.world_size < 1:
@@ -85,7 +87,7 @@ def plan_run(options) -> None:
     solve_batch(config.deepspeed, options.world_size)
     folder = None if options.out is None else writable_folder(options.out, "--out")
 
-    from engine.mmdet_setup import import_mmdet
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     from engine.planning import report
@@ -113,7 +115,7 @@ def plan_run(options) -> None:
     points = scaling_points(plan, hardware)
     print(f"\n{scaling_table(points)}", flush=True)
     if folder is not None:
-        from engine.monitoring.records import write_json
+        from engine.files import write_json
 
         try:
             write_json(folder / "plan.json", report.as_json(plan, hardware, found, best, time, points), indent=2)

@@ -38,7 +38,7 @@ def main() -> None:
 def _plot(options) -> None:
     from pathlib import Path
 
-    from engine.config.errors import UserError
+    from engine.errors import UserError
     from engine.monitoring.variance import by_seed, matched_end, read_variances, summary
     from engine.monitoring.variance_picture import draw_variance
 

@@ -36,7 +36,7 @@ def _study(options) -> None:
     import sys
     from pathlib import Path
 
-    from engine.config.errors import UserError
+    from engine.errors import UserError
     from engine.study.grid import check_runs, keep_settings, load_study
 
     given = {name: value for name, value in (("batches", options.batches), ("seeds", options.seeds)) if value}

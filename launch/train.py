@@ -83,7 +83,9 @@ def dry_run_code(options) -> int:
     import os
     from pathlib import Path
 
-    from engine.config import ConfigError, UserError, load_config, solve_batch
+    from engine.config import solve_batch
+    from engine.errors import ConfigError, UserError
+    from engine.recipes.load import load_config
 
     if os.environ["RANK"] != "0":  # a launcher may have started others
         return 0
@@ -119,7 +121,9 @@ def dry_run_code(options) -> int:
 
 def _train(options) -> None:
     from engine import distributed
-    from engine.config import load_config, solve_batch
+    from engine.config import solve_batch
+    from engine.recipes.load import load_config
+    from engine.zero.processes import init_distributed
 
     overrides = _overrides(options)
     # Before the slow imports, so that a slip shows at once.
@@ -128,10 +132,11 @@ def _train(options) -> None:
         solve_batch(config.deepspeed, distributed.world_size())
 
     from engine import preemption
-    from engine.training import Preempted, train
-    from engine.work_dir import Resume, saved_config
+    from engine.train.after_step import Preempted
+    from engine.train.loop import train
+    from engine.train.work_dir import Resume, saved_config
 
-    distributed.init_distributed()
+    init_distributed()
     if options.deepspeed_config is None:
         with distributed.together():
             config = saved_config(options.resume, overrides)

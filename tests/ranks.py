@@ -33,7 +33,7 @@ def _form_group(rank: int, world: int, store: str) -> None:
     import deepspeed
     import torch.distributed as dist
 
-    from engine.distributed import init_distributed, reset_distributed
+    from engine.zero.processes import init_distributed, reset_distributed
 
     if dist.is_initialized():
         reset_distributed()

@@ -65,13 +65,14 @@ def train_tiny(
     import contextlib
     import io
 
-    from engine import distributed, preemption, training
-    from engine.config import parse_config
-    from engine.work_dir import Resume
+    from engine import distributed, preemption
+    from engine.recipes.load import parse_config
+    from engine.train import after_step, loop
+    from engine.train.work_dir import Resume
     from engine.zero.whole_parameters import whole_state
 
     kept: dict[str, Any] = {}
-    build, asked, finish = training.build_run, preemption.stop_asked, training.finish_report
+    build, asked, finish = loop.build_run, preemption.stop_asked, loop.finish_report
 
     def keep(*args: Any) -> Any:
         kept["run"] = build(*args)
@@ -79,21 +80,21 @@ def train_tiny(
 
     if work_dir is None and not resume:
         work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
-    training.build_run = keep
+    loop.build_run = keep
     preemption.stop_asked = lambda: kept["run"].engine.global_steps == stop_after
-    training.finish_report = finish if curves else lambda work_dir: None
+    loop.finish_report = finish if curves else lambda work_dir: None
     metrics: dict[str, float] = {}
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-            metrics = training.train(
+            metrics = loop.train(
                 parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes))),
                 None if resume is None else Resume(resume or None),
             )
-    except training.Preempted:
+    except after_step.Preempted:
         assert stop_after is not None
     finally:
-        training.build_run, preemption.stop_asked, training.finish_report = build, asked, finish
+        loop.build_run, preemption.stop_asked, loop.finish_report = build, asked, finish
         if "run" in kept:
             run = kept["run"]
             weights = {name: value.float().clone() for name, value in whole_state(run.engine.module)}
@@ -114,7 +115,8 @@ def train_tiny(
 
 def saved_weights(path: Any, *, ema: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a checkpoint folder or weight file, and its meta."""
-    from engine.weights import read_weights, whole
+    from engine.checkpoints.reading import read_weights
+    from engine.modeling.weights import whole
 
     tensors, meta = read_weights(path, ema=ema)
     return {name: whole(value).clone() for name, value in tensors.items()}, meta

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.config import parse_config
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
-from engine.planning.partition import Parameter
 from engine.planning.plan import Plan
+from engine.planning.shards import Parameter
 from engine.planning.step_trace import Cost, GradientEvent, StepTrace
+from engine.recipes.load import parse_config
 
 CARD = find_hardware("a100-80g", ["efficiency=0.5", "launch=1e-5", "latency=1e-5"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints import store
-from engine.config.errors import ConfigError, nearest
+from engine.errors import ConfigError, nearest
 
 
 def metric_name(setting: str, metrics: Sequence[str]) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from engine import distributed
 from engine.checkpoints import store
-from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.manifest import NAME as MANIFEST
 from engine.checkpoints.manifest import Manifest
 from engine.checkpoints.universal import LAYOUT as UNIVERSAL
 from engine.checkpoints.universal import UniversalFolder
 from engine.checkpoints.zero_folder import ZeroFolder
+from engine.errors import CheckpointError
+from engine.files import CHECKPOINTS
 
 Checkpoint = ZeroFolder | UniversalFolder
 
@@ -35,7 +36,7 @@ def open_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
 
 def checkpoints_folder(path: Path) -> Path:
     """`checkpoints` of a work dir; the folder itself where it already is one."""
-    return path if store.saved_steps(path) else path / "checkpoints"
+    return path if store.saved_steps(path) else path / CHECKPOINTS
 
 
 def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -> Checkpoint | None:

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoints.errors import CheckpointError
-from engine.checkpoints.files import FileRecord, checksum
+from engine.errors import CheckpointError
+from engine.files import write_synced
+from engine.zero.checked_files import FileRecord, checksum
 
 NAME = "manifest.json"
 VERSION = 1
@@ -34,10 +34,7 @@ class Manifest:
         text = json.dumps(
             {**asdict(self), "files": {name: list(record) for name, record in self.files.items()}}, indent=1
         )
-        with open(folder / NAME, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(folder / NAME, text + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -1,18 +1,40 @@
-"""The model in a checkpoint folder, whole and by name, whatever the ranks and stage that saved it."""
+"""A model's weights by name, from a checkpoint folder of any number of ranks and any stage, or from a plain file."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.checkpoints.errors import CheckpointError
+from engine import distributed
+from engine.checkpoints import store
 from engine.checkpoints.finding import Checkpoint, find_checkpoint
 from engine.checkpoints.zero_folder import EMA
-from engine.weights import Stored
+from engine.errors import CheckpointError
+from engine.modeling.weights import LoadReport, Stored, WeightsError, fit_weights, read_file
 from engine.zero.stored import WEIGHTS
+
+
+def read_weights(path: str | Path, *, ema: bool = False) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The state dict of a file or a checkpoint folder, and its `meta` if it is one of ours: step, classes, config."""
+    # As rank 0 sees it: all ranks read a folder together. `latest` and `best` are files that name one.
+    is_folder = Path(path).expanduser().is_dir() or Path(path).name in (store.LATEST, store.BEST)
+    if distributed.broadcast_object(is_folder):
+        return read_checkpoint(path, ema=ema)
+    tensors, meta = read_file(path)
+    if ema and not meta.get("ema"):
+        raise WeightsError(
+            f"weight file {path} does not hold averaged weights: export them with --ema from a checkpoint"
+        )
+    return tensors, meta
+
+
+def load_weights(model: nn.Module, path: str | Path, *, drop_mismatched: bool) -> LoadReport:
+    """Copy what fits by name and shape into the model, which may be partitioned already; report the rest."""
+    return fit_weights(model, read_weights(path)[0], str(path), drop_mismatched=drop_mismatched)
 
 
 def read_checkpoint(path: str | Path, *, ema: bool = False) -> tuple[dict[str, Stored | Tensor], dict[str, Any]]:

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine import distributed
 from engine.checkpoints import store
-from engine.checkpoints.errors import SaveError
 from engine.checkpoints.manifest import Manifest
-from engine.checkpoints.zero_folder import CLIENT_KEY, EMA, rank_file
-from engine.statistics import local_statistics
+from engine.checkpoints.state import TrainingState
+from engine.checkpoints.store import checkpoints_of
+from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, EMA, rank_file
+from engine.errors import SaveError
+from engine.modeling.statistics import local_statistics
+from engine.optim.agvm import AGVMOptimizer
 from engine.zero.layout import Layout
+from engine.zero.loss_scale import saved_scale
 from engine.zero.scalars import file_shape
-from engine.zero.stored import saved_scale
-
-if TYPE_CHECKING:
-    from engine.building import Run
 
 
-def checkpoints_of(work_dir: Path) -> Path:
-    return work_dir / "checkpoints"
-
-
-def save_checkpoint(run: Run, step: int) -> None:
+def save_checkpoint(state: TrainingState, work_dir: Path, step: int) -> None:
     """Write `checkpoints/step-N`; SaveError, alike on all ranks, where it cannot be written."""
-    from engine.checkpoints.writer import CheckedWriter  # imports DeepSpeed
+    from engine.zero.checked_writer import save_with  # here, because it imports DeepSpeed
 
-    folder, tag = checkpoints_of(run.work_dir), store.tag_of(step)
+    folder, tag = checkpoints_of(work_dir), store.tag_of(step)
     aside = folder
     failure = None
     if distributed.rank() == 0:
@@ -41,21 +37,18 @@ def save_checkpoint(run: Run, step: int) -> None:
             failure = f"{folder}: {error.strerror}"
     _stop_if_any(failure)
     aside = Path(distributed.broadcast_object(str(aside)))
-    writer = CheckedWriter()
-    engine = run.engine
-    engine.checkpoint_engine = writer
-    engine._copy_recovery_script = lambda _: None  # launch/export.py does that, and a full disk would raise here
-    engine.save_checkpoint(
-        str(aside.parent), tag=aside.name, client_state={CLIENT_KEY: _meta(run, step)}, save_latest=False
-    )
-    writer.save(_of_this_rank(run), str(aside / rank_file(distributed.rank())))
+    client_state = {CLIENT_KEY: _meta(state, step)}
+    if isinstance(state.optimizer, AGVMOptimizer):
+        client_state[AGVM_KEY] = state.optimizer.agvm_state_dict()
+    writer = save_with(state.engine, aside, client_state)
+    writer.save(_of_this_rank(state), str(aside / rank_file(distributed.rank())))
     reports = distributed.gather_objects((writer.written, writer.failure))
     if reports is not None:
         failure = next((text for _, text in reports if text), None)
         if failure is None:
             try:
                 files = {name: record for written, _ in reports for name, record in written.items()}
-                manifest = _manifest(run, step, files)
+                manifest = _manifest(state, step, files)
                 # As this node sees the other nodes' files: a work dir that is not shared shows here.
                 damage = manifest.damage(aside, contents=False)
                 if len(files) != sum(len(written) for written, _ in reports):
@@ -71,12 +64,12 @@ def save_checkpoint(run: Run, step: int) -> None:
     _stop_if_any(failure)
 
 
-def prune_checkpoints(run: Run, best: int | None) -> None:
-    """Remove what is beyond keep_last, but for the best."""
+def prune_checkpoints(work_dir: Path, *, keep_last: int, best: int | None) -> None:
+    """Remove all but the last `keep_last` checkpoints and the best one."""
     if distributed.rank() == 0:
-        folder = checkpoints_of(run.work_dir)
+        folder = checkpoints_of(work_dir)
         try:
-            store.prune(folder, keep_last=run.config.run.keep_last, keep=best)
+            store.prune(folder, keep_last=keep_last, keep=best)
         except OSError as error:
             print(f"old checkpoints could not be removed ({folder}: {error.strerror})", flush=True)
 
@@ -88,39 +81,35 @@ def _stop_if_any(failure: str | None) -> None:
         raise SaveError(f"the checkpoint could not be written ({failure}); those saved before are untouched")
 
 
-def _meta(run: Run, step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "config": run.config.to_json(),
-        "dataset_meta": run.classes.to_meta(),
-        "loss_scale": saved_scale(run.layout.scaler()),
-    }
+def _meta(state: TrainingState, step: int) -> dict[str, Any]:
+    return {"step": step, **state.meta, "loss_scale": saved_scale(state.layout.scaler())}
 
 
-def _of_this_rank(run: Run) -> dict[str, Any]:
-    # At stage 0 all ranks hold the same: what rank 0 has is saved.
-    held = [] if run.stage == 0 and distributed.rank() else run.layout.held()
+def _of_this_rank(state: TrainingState) -> dict[str, Any]:
+    # At stage 0 all ranks hold the same, so rank 0 alone saves it.
+    held = [] if state.stage == 0 and distributed.rank() else state.layout.held()
     rows = [(f.param, f.start, f.stop, f.shard, f.offset) for f in held]
     content: dict[str, Any] = {
         "fragments": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
-        "statistics": local_statistics(run.engine.module),
+        "statistics": local_statistics(state.engine.module),
     }
-    if run.ema is not None:
-        content[EMA] = run.ema.shards if held else {}
+    if state.ema is not None:
+        content[EMA] = state.ema.shards if held else {}
     return content
 
 
-def _manifest(run: Run, step: int, files: dict[str, Any]) -> Manifest:
-    names = parameter_names(run.engine.module, run.layout)
-    first = {id(parameter): name for name, parameter in reversed(_all_names(run.engine.module))}
+def _manifest(state: TrainingState, step: int, files: dict[str, Any]) -> Manifest:
+    model, layout = state.engine.module, state.layout
+    names = parameter_names(model, layout)
+    first = {id(parameter): name for name, parameter in reversed(_all_names(model))}
     return Manifest(
         step=step,
         world=distributed.world_size(),
-        stage=run.stage,
-        layout=type(run.layout).__name__,
-        precision=str(run.precision.dtype).removeprefix("torch."),
-        parameters={name: list(file_shape(parameter)) for name, parameter in zip(names, run.layout.params)},
-        aliases={name: first[id(p)] for name, p in _all_names(run.engine.module) if first[id(p)] != name},
+        stage=state.stage,
+        layout=type(layout).__name__,
+        precision=str(state.precision).removeprefix("torch."),
+        parameters={name: list(file_shape(parameter)) for name, parameter in zip(names, layout.params)},
+        aliases={name: first[id(p)] for name, p in _all_names(model) if first[id(p)] != name},
         files=files,
     )
 

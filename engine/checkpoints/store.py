@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from pathlib import Path
 
-from engine.checkpoints.files import sync_folder
+from engine.files import CHECKPOINTS, replacing, write_synced
+from engine.zero.checked_files import sync_folder
 
 LATEST = "latest"  # DeepSpeed's name and form: the tag of the newest checkpoint
 BEST = "best"  # the same for the best one
 _ASIDE, _GONE = ".saving-", ".removing-"
+
+
+def checkpoints_of(work_dir: Path) -> Path:
+    return work_dir / CHECKPOINTS
 
 
 def tag_of(step: int) -> str:
@@ -61,9 +65,5 @@ def prune(folder: Path, *, keep_last: int, keep: int | None) -> None:
 
 
 def write_tag(path: Path, tag: str) -> None:
-    aside = path.with_name(path.name + ".part")
-    with open(aside, "w") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with replacing(path) as aside:
+        write_synced(aside, tag)

@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoints.errors import CheckpointError
-from engine.checkpoints.files import FileRecord, read_file, sync_folder, write_file
 from engine.checkpoints.manifest import NAME as MANIFEST
 from engine.checkpoints.manifest import Manifest
 from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, ZeroFolder
+from engine.errors import CheckpointError
+from engine.zero.checked_files import FileRecord, read_file, sync_folder, write_file
 from engine.zero.stored import WEIGHTS
 
 MODEL_STATES = "mp_rank_00_model_states.pt"

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoints.errors import CheckpointError
-from engine.checkpoints.files import read_file
 from engine.checkpoints.manifest import Manifest
-from engine.zero.stored import WEIGHTS, StoredShard, is_partitioned, stored_shards
+from engine.errors import CheckpointError
+from engine.zero.checked_files import read_file
+from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_partitioned, stored_shards
+from engine.zero.window import CLIENT_STATE_KEY as AGVM_KEY
 
 CLIENT_KEY = "gigadet"
-AGVM_KEY = "agvm"
 EMA = "ema"
 
 
@@ -119,20 +119,7 @@ class ZeroFolder:
         """The optimizer's param groups, and what DeepSpeed keeps once for all parameters."""
         file = self._file(0, "_optim_states.pt")
         content = read_file(self.folder / file)["optimizer_state_dict"] if file else self._model_states(0)["optimizer"]
-        base = content.get("base_optimizer_state") or content.get("optimizer_state_dict") or content
-        sharded = (
-            "base_optimizer_state",
-            "optimizer_state_dict",
-            "single_partition_of_fp32_groups",
-            "fp32_flat_groups",
-            "fp32_groups",
-            "param_slice_mappings",
-            "state",
-        )
-        return {
-            **{key: value for key, value in content.items() if key not in sharded},
-            "param_groups": base["param_groups"],
-        }
+        return common_state(content)
 
     def statistics(self, rank: int) -> dict[str, Tensor]:
         """Batch-norm statistics that one rank of the run gathered alone; empty where all had the same."""

@@ -1,4 +1,7 @@
-"""From a JSON file and overrides to a validated RunConfig."""
+"""Find and read a JSON file, apply overrides, and validate the result as a RunConfig.
+
+`engine.recipes.load` puts these steps together and fills in recipes between them.
+"""
 
 from __future__ import annotations
 
@@ -10,83 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.errors import ConfigError, nearest
+from engine.config.deepspeed_keys import check_values
 from engine.config.keys import split_key
-from engine.config.recipe import fill_recipe
 from engine.config.schema import RunConfig
+from engine.errors import ConfigError, nearest
 
 BLOCKS = ("name", "recipe", "detector", "data", "optimizer", "schedule", "run")
 
 PAPER = Path("paper")  # below ds_configs: a file for every row of the paper's tables
-
-# DeepSpeed reads its top-level keys one by one and ignores any other in silence, so the check is ours (0.19.8).
-DEEPSPEED_KEYS = frozenset(
-    [
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "managed_gradient_accumulation",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "gradient_allreduce_op",
-        "prescale_gradients",
-        "communication_data_type",
-        "seq_parallel_communication_data_type",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "disable_allgather",
-        "disable_python_gc",
-        "log_level",
-        "timers",
-        "vocabulary_size",
-        "bf16",
-        "bfloat16",
-        "fp16",
-        "torch_autocast",
-        "data_types",
-        "zero_optimization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "compile",
-        "activation_checkpointing",
-        "aio",
-        "flops_profiler",
-        "comms_logger",
-        "tensorboard",
-        "csv_monitor",
-        "wandb",
-        "comet",
-        "checkpoint",
-        "autotuning",
-        "data_efficiency",
-        "pipeline",
-        "tensor_parallel",
-        "hybrid_engine",
-        "datastates_ckpt",
-        "use_data_before_expert_parallelism",
-        "dataloader_drop_last",
-        "weight_quantization",
-        "expert_parallel",
-    ]
-)
-# What older DeepSpeeds knew and 0.19 refuses, with an exception that is neither a ValueError nor an AssertionError.
-REMOVED_KEYS = frozenset(
-    [
-        "amp",
-        "compression_training",
-        "curriculum_learning",
-        "eigenvalue",
-        "elasticity",
-        "graph_harvesting",
-        "nebula",
-        "progressive_layer_drop",
-        "quantize_training",
-        "sparse_attention",
-        "sparse_gradients",
-    ]
-)
 
 
 def find_config(name: str) -> Path:
@@ -119,15 +53,6 @@ def _shipped(pattern: str) -> list[str]:
             for path in Path(folder).glob(pattern)
         }
     )
-
-
-def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    path = find_config(name)
-    data = load_json(path)
-    for override in overrides:
-        apply_override(data, override)
-    data.setdefault("name", path.stem)
-    return parse_config(data)
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -180,42 +105,16 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def parse_config(data: dict[str, Any]) -> RunConfig:
-    data = {"name": "run", **data}
-    if "scheduler" in data:
-        raise ConfigError('DeepSpeed\'s "scheduler" block is refused: the learning rate belongs to "schedule"')
-    removed = [key for key in data if key in REMOVED_KEYS]
-    if removed:
-        raise ConfigError(f'DeepSpeed 0.19 no longer has "{removed[0]}": remove the key')
-    unknown = [key for key in data if key not in DEEPSPEED_KEYS and key not in BLOCKS]
-    if unknown:
-        raise ConfigError(f'unknown key "{unknown[0]}"{nearest(unknown[0], (*DEEPSPEED_KEYS, *BLOCKS))}')
-    data = dict(fill_recipe(data))
+def validate(data: dict[str, Any]) -> RunConfig:
+    """The typed config of a JSON in which nothing is left to a recipe."""
+    data = dict(data)
     blocks = {key: data.pop(key) for key in BLOCKS if key in data}
-    _check_deepspeed(data)
+    check_values(data)
     try:
         config = RunConfig(**blocks, deepspeed=data)
     except ValidationError as error:
         raise ConfigError(_one_sentence(error)) from None
     return _absolute_paths(config)
-
-
-def _check_deepspeed(config: dict[str, Any]) -> None:
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError(f'zero_optimization must be an object such as {{"stage": 2}}, got {zero!r}')
-    stage = zero.get("stage", 0)
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
-        raise ConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
-    for key in ("bf16", "bfloat16", "fp16"):
-        block = config.get(key, {})
-        if not isinstance(block, dict) or not isinstance(block.get("enabled", False), bool):
-            raise ConfigError(f'{key} must be an object such as {{"enabled": true}}, got {block!r}')
-    if config.get("bf16", config.get("bfloat16", {})).get("enabled") and config.get("fp16", {}).get("enabled"):
-        raise ConfigError("bf16 and fp16 are both enabled: choose one")
-    clipping = config.get("gradient_clipping", 0.0)
-    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not 0 <= clipping < float("inf"):
-        raise ConfigError(f"gradient_clipping must be a number >= 0 (0 means none), got {clipping!r}")
 
 
 _EXPECTED = {

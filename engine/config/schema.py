@@ -9,6 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# What `--resume` does with a value that is not the saved one. "free": take the new one, it changes no weight (up to
+# rounding). "changes": take the new one and tell the user that the run computes something else from here on. "fixed":
+# refuse, because the moments, the place in the epoch or the meaning of a step would no longer fit.
+ResumePolicy = Literal["free", "changes", "fixed"]
+
+
+def setting(
+    default: Any = ..., *, resume: ResumePolicy, description: str, free_keys: tuple[str, ...] = (), **bounds: Any
+) -> Any:
+    """A field of a block. `resume` has no default, so that a new field cannot be forgotten; it also holds for all keys
+    below the field, but for `free_keys`."""
+    extra = {"resume": resume, "free_keys": list(free_keys)}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
 
 class Block(BaseModel):
     # strict: "3" is not a number and 1 is not true, so that a slip in the JSON is seen and not guessed at.
@@ -24,27 +38,37 @@ class AblationConfig(Block):
 
 
 class DetectorConfig(Block):
-    config: str = Field(
-        description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)"
+    config: str = setting(
+        resume="fixed",
+        description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)",
     )
-    options: dict[str, Any] = Field(
+    options: dict[str, Any] = setting(
         {},
+        resume="fixed",
         description='dotted changes to the mmdet model, e.g. {"backbone.depth": 18}; '
         "of a timm model, arguments of timm.create_model",
     )
-    load_from: str | None = Field(
-        None, description="weights to start from: a detector or a backbone, .pth or .safetensors"
+    load_from: str | None = setting(
+        None, resume="free", description="weights to start from: a detector or a backbone, .pth or .safetensors"
     )
-    drop_mismatched: bool = Field(
-        False, description="leave out tensors of load_from with another shape, such as heads for other classes"
+    drop_mismatched: bool = setting(
+        False,
+        resume="free",
+        description="leave out tensors of load_from with another shape, such as heads for other classes",
     )
-    frozen: list[str] = Field([], description="prefixes of parameters that are not trained")
-    ablation: AblationConfig = Field(AblationConfig(), description="the paper's ablations (docs/recipes.md)")
-    sync_bn: bool = Field(False, description="batch-norm statistics over all ranks")
-    checkpoint_activations: list[str] = Field([], description="prefixes whose blocks are recomputed in backward")
-    zero_init: bool = Field(False, description="build the model already partitioned (ZeRO-3, models that do not fit)")
-    skippable: list[str] = Field(
-        [], description="prefixes of modules that some ranks may skip in a step: kept whole under ZeRO-3"
+    frozen: list[str] = setting([], resume="fixed", description="prefixes of parameters that are not trained")
+    ablation: AblationConfig = setting(
+        AblationConfig(), resume="fixed", description="the paper's ablations (docs/recipes.md)"
+    )
+    sync_bn: bool = setting(False, resume="changes", description="batch-norm statistics over all ranks")
+    checkpoint_activations: list[str] = setting(
+        [], resume="free", description="prefixes whose blocks are recomputed in backward"
+    )
+    zero_init: bool = setting(
+        False, resume="free", description="build the model already partitioned (ZeRO-3, models that do not fit)"
+    )
+    skippable: list[str] = setting(
+        [], resume="free", description="prefixes of modules that some ranks may skip in a step: kept whole under ZeRO-3"
     )
 
 
@@ -97,36 +121,44 @@ class ClassificationConfig(Block):
 
 
 class DataConfig(Block):
-    task: Literal["detection", "instance", "panoptic", "semantic", "classification"] = Field(
+    task: Literal["detection", "instance", "panoptic", "semantic", "classification"] = setting(
         "detection",
+        resume="fixed",
         description="boxes; boxes and masks; things and stuff; a class for each pixel; one class for each image",
     )
-    dataset: Literal["coco", "ade20k", "shapes", "folders"] = Field(
+    dataset: Literal["coco", "ade20k", "shapes", "folders"] = setting(
         "coco",
+        resume="fixed",
         description="files in COCO layout (also Objects365 and COCO-panoptic); in ADE20K's, for semantic; the "
         "embedded data set; or images in a folder for each class. Classification cuts out the objects "
         "of coco and shapes",
     )
-    root: str = Field("", description="folder that the paths of train and val are relative to")
-    train: SplitConfig | None = Field(None, description="training split (all but shapes)")
-    val: SplitConfig | None = Field(None, description="validation split (all but shapes)")
-    shapes: ShapesConfig = Field(ShapesConfig(), description="size of the embedded data set (shapes)")
-    classification: ClassificationConfig = Field(
-        ClassificationConfig(), description="images and targets of a classifier (classification)"
+    root: str = setting("", resume="free", description="folder that the paths of train and val are relative to")
+    train: SplitConfig | None = setting(None, resume="fixed", description="training split (all but shapes)")
+    val: SplitConfig | None = setting(None, resume="free", description="validation split (all but shapes)")
+    shapes: ShapesConfig = setting(ShapesConfig(), resume="fixed", description="size of the embedded data set (shapes)")
+    classification: ClassificationConfig = setting(
+        ClassificationConfig(), resume="changes", description="images and targets of a classifier (classification)"
     )
-    scale: list[int] = Field(
-        [1333, 800], min_length=2, max_length=2, description="longer and shorter side that images are resized to fit"
+    scale: list[int] = setting(
+        [1333, 800],
+        min_length=2,
+        max_length=2,
+        resume="changes",
+        description="longer and shorter side that images are resized to fit",
     )
-    train_scales: list[list[int]] | None = Field(
-        None, description="two scales to draw from uniformly while training, instead of `scale`"
+    train_scales: list[list[int]] | None = setting(
+        None, resume="changes", description="two scales to draw from uniformly while training, instead of `scale`"
     )
-    flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
-    augmentation: list[dict[str, Any]] = Field(
-        [], description="further mmdet transforms, after the flip, as mmdet writes them"
+    flip: float = setting(0.5, ge=0, le=1, resume="changes", description="probability of a horizontal flip")
+    augmentation: list[dict[str, Any]] = setting(
+        [], resume="changes", description="further mmdet transforms, after the flip, as mmdet writes them"
     )
-    keep_empty: bool = Field(False, description="train on images without objects too")
-    group_by_aspect: bool = Field(False, description="micro-batches of like orientation inside a global batch")
-    workers: int = Field(2, ge=0, le=64, description="loader processes for each rank")
+    keep_empty: bool = setting(False, resume="fixed", description="train on images without objects too")
+    group_by_aspect: bool = setting(
+        False, resume="fixed", description="micro-batches of like orientation inside a global batch"
+    )
+    workers: int = setting(2, ge=0, le=64, resume="free", description="loader processes for each rank")
 
     @model_validator(mode="after")
     def _complete(self) -> DataConfig:
@@ -194,26 +226,40 @@ class SamConfig(Block):
 
 
 class OptimizerConfig(Block):
-    type: str = Field(description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)")
-    params: dict[str, Any] = Field({}, description="its arguments, with torch's meaning")
-    paramwise: ParamwiseConfig = Field(ParamwiseConfig(), description="exceptions for some parameters")
-    sam: SamConfig | None = Field(
-        None, description="sharpness-aware minimisation over this optimizer, at twice the computation"
+    type: str = setting(
+        resume="fixed", description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)"
+    )
+    params: dict[str, Any] = setting(
+        {}, resume="changes", free_keys=("bucket_size",), description="its arguments, with torch's meaning"
+    )
+    paramwise: ParamwiseConfig = setting(
+        ParamwiseConfig(), resume="changes", description="exceptions for some parameters"
+    )
+    sam: SamConfig | None = setting(
+        None, resume="changes", description="sharpness-aware minimisation over this optimizer, at twice the computation"
     )
 
 
 class ScheduleConfig(Block):
-    epochs: float | None = Field(None, gt=0, description="length of the run in epochs (or give `steps`)")
-    steps: int | None = Field(None, ge=1, description="length of the run in optimizer steps (or give `epochs`)")
-    warmup_steps: int | None = Field(None, ge=0, description="warm-up length in optimizer steps")
-    warmup_epochs: float | None = Field(None, ge=0, description="warm-up length in epochs")
-    warmup: Literal["linear", "exponential"] = Field("linear", description="shape of the warm-up")
-    warmup_start: float = Field(0.001, gt=0, le=1, description="factor at the first step")
-    decay: Literal["multistep", "poly", "cosine", "constant"] = Field("multistep", description="shape after warm-up")
-    milestones: list[float] = Field([0.75, 0.917], description="multistep: drops, as epochs (> 1) or fractions (< 1)")
-    gamma: float = Field(0.1, gt=0, le=1, description="multistep: factor at a milestone")
-    power: float = Field(0.9, gt=0, description="poly: exponent")
-    min_factor: float = Field(0.0, ge=0, le=1, description="poly and cosine: factor at the end")
+    epochs: float | None = setting(
+        None, gt=0, resume="changes", description="length of the run in epochs (or give `steps`)"
+    )
+    steps: int | None = setting(
+        None, ge=1, resume="changes", description="length of the run in optimizer steps (or give `epochs`)"
+    )
+    warmup_steps: int | None = setting(None, ge=0, resume="changes", description="warm-up length in optimizer steps")
+    warmup_epochs: float | None = setting(None, ge=0, resume="changes", description="warm-up length in epochs")
+    warmup: Literal["linear", "exponential"] = setting("linear", resume="changes", description="shape of the warm-up")
+    warmup_start: float = setting(0.001, gt=0, le=1, resume="changes", description="factor at the first step")
+    decay: Literal["multistep", "poly", "cosine", "constant"] = setting(
+        "multistep", resume="changes", description="shape after warm-up"
+    )
+    milestones: list[float] = setting(
+        [0.75, 0.917], resume="changes", description="multistep: drops, as epochs (> 1) or fractions (< 1)"
+    )
+    gamma: float = setting(0.1, gt=0, le=1, resume="changes", description="multistep: factor at a milestone")
+    power: float = setting(0.9, gt=0, resume="changes", description="poly: exponent")
+    min_factor: float = setting(0.0, ge=0, le=1, resume="changes", description="poly and cosine: factor at the end")
 
     @model_validator(mode="after")
     def _one_length(self) -> ScheduleConfig:
@@ -227,36 +273,47 @@ class ScheduleConfig(Block):
 
 
 class RunSettings(Block):
-    seed: int = Field(0, ge=0, description="everything random derives from it")
-    work_dir: str | None = Field(None, description="where records go; default work_dirs/<name>-<time>")
-    eval_interval: float | None = Field(
-        None, ge=0, description="epochs between evaluations; 0 never, default: at the end"
+    seed: int = setting(0, ge=0, resume="fixed", description="everything random derives from it")
+    work_dir: str | None = setting(None, resume="free", description="where records go; default work_dirs/<name>-<time>")
+    eval_interval: float | None = setting(
+        None, ge=0, resume="free", description="epochs between evaluations; 0 never, default: at the end"
     )
-    eval_backend: Literal["pycocotools", "faster-coco-eval"] = Field("pycocotools", description="who computes AP")
-    eval_batch_size: int = Field(1, ge=1, description="images at a time in evaluation, on each rank")
-    checkpoint_interval: float | None = Field(
+    eval_backend: Literal["pycocotools", "faster-coco-eval"] = setting(
+        "pycocotools", resume="free", description="who computes AP"
+    )
+    eval_batch_size: int = setting(1, ge=1, resume="free", description="images at a time in evaluation, on each rank")
+    checkpoint_interval: float | None = setting(
         1.0,
         ge=0,
+        resume="free",
         description="epochs between checkpoints, parts of one allowed, and at the end; 0 never, null: only at the end",
     )
-    keep_last: int = Field(2, ge=1, description="how many checkpoints are kept")
-    keep_best: str | None = Field(
-        "auto", description="metric whose best checkpoint is kept as well; auto: the first one, null: none"
+    keep_last: int = setting(2, ge=1, resume="free", description="how many checkpoints are kept")
+    keep_best: str | None = setting(
+        "auto",
+        resume="free",
+        description="metric whose best checkpoint is kept as well; auto: the first one, null: none",
     )
-    on_save_error: Literal["stop", "continue"] = Field(
-        "stop", description="what to do where a checkpoint cannot be written, such as on a full disk"
+    on_save_error: Literal["stop", "continue"] = setting(
+        "stop", resume="free", description="what to do where a checkpoint cannot be written, such as on a full disk"
     )
-    ema: float | None = Field(
-        None, gt=0, lt=1, description="decay of an average of the weights, kept on the fp32 shards, e.g. 0.9998"
+    ema: float | None = setting(
+        None,
+        gt=0,
+        lt=1,
+        resume="changes",
+        description="decay of an average of the weights, kept on the fp32 shards, e.g. 0.9998",
     )
-    log_interval: int = Field(10, ge=1, description="optimizer steps between lines where the output is no terminal")
-    max_nonfinite: int = Field(3, ge=1, description="non-finite losses in a row that stop the run")
-    draw: int = Field(6, ge=0, le=64, description="validation images drawn at the end")
+    log_interval: int = setting(
+        10, ge=1, resume="free", description="optimizer steps between lines where the output is no terminal"
+    )
+    max_nonfinite: int = setting(3, ge=1, resume="free", description="non-finite losses in a row that stop the run")
+    draw: int = setting(6, ge=0, le=64, resume="free", description="validation images drawn at the end")
 
 
 class RunConfig(Block):
-    name: str
-    recipe: str | None = None
+    name: str = setting(resume="free", description="what the work dir is called")
+    recipe: str | None = setting(None, resume="fixed", description="a run of the paper (docs/recipes.md)")
     detector: DetectorConfig
     data: DataConfig
     optimizer: OptimizerConfig
@@ -282,6 +339,10 @@ class RunConfig(Block):
                 'classifier: give one of timm, such as "timm::resnet18"'
             )
         return self
+
+    @property
+    def zero_stage(self) -> int:
+        return self.deepspeed.get("zero_optimization", {}).get("stage", 0)
 
     def to_json(self) -> dict[str, Any]:
         """The file that repeats this run: DeepSpeed's keys first, then our blocks."""

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import (
-    Classes,
-    DataError,
-    build_dataset,
-    check_same_classes,
-    read_annotations,
-    read_classes,
-    settle_file_names,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    dataset: Any
-    content: dict[str, Any]  # the annotation file as it stands, for scoring; empty where the data set knows the labels
-    files: SplitConfig
+from engine.data.coco import build_dataset, check_same_classes, read_annotations, read_classes, settle_file_names
+from engine.data.types import Classes, Split
+from engine.errors import DataError
 
 
 def split_files(data: DataConfig) -> dict[str, SplitConfig]:

@@ -12,9 +12,10 @@ import numpy as np
 from PIL import Image
 
 from engine import distributed
-from engine.config.errors import ConfigError
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError, check_same_classes, read_annotations, read_classes, settle_file_names
+from engine.data.coco import check_same_classes, read_annotations, read_classes, settle_file_names
+from engine.data.types import Classes
+from engine.errors import ConfigError, DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # Side of the square around an object, in units of the longer side of its box: some surroundings belong to a picture.

@@ -4,40 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from engine.config.errors import UserError, nearest
 from engine.config.schema import DataConfig, SplitConfig
-
-
-class DataError(UserError):
-    """A data set, annotation or image cannot be used."""
-
-
-class Classes(NamedTuple):
-    """Class names in label order, and how the file names them."""
-
-    things: tuple[str, ...]
-    stuff: tuple[str, ...]
-    category_ids: tuple[int, ...]  # things first, then stuff
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return self.things + self.stuff
-
-    def to_meta(self) -> dict[str, Any]:
-        """As weight files carry them, under mmdet's names; ids are ours."""
-        meta = dict(classes=list(self.all), category_ids=list(self.category_ids))
-        return meta | (dict(thing_classes=list(self.things), stuff_classes=list(self.stuff)) if self.stuff else {})
-
-    @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> Classes:
-        """Of a weight file that names its classes. One of mmdet has no ids."""
-        names = tuple(meta["classes"])
-        things = len(names) - len(meta.get("stuff_classes", ()))
-        return cls(names[:things], names[things:], tuple(meta.get("category_ids", range(1, len(names) + 1))))
+from engine.data.types import Classes
+from engine.errors import DataError, nearest
 
 
 def read_annotations(path: str) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Subset
 
-from engine.data.coco import DataError
-from engine.data.mmdet_coco import SeededDataset, Unreadable, load_sample
 from engine.data.order import RankMicroBatches
+from engine.data.samples import SeededDataset, Unreadable, load_sample
+from engine.errors import DataError
 from engine.preemption import ignore_in_loader
 
 

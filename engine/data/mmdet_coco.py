@@ -1,14 +1,11 @@
-"""The few things that mmdet's CocoDataset leaves out: incomplete annotations, and naming the file that fails."""
+"""mmdet's CocoDataset, for annotations that are incomplete and already in memory."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
-from engine.data.coco import DataError
-from engine.data.order import SampleKey
-from engine.mmdet_setup import import_mmdet
-from engine.randomness import SAMPLE, seed_all
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 from mmdet.datasets import CocoDataset  # noqa: E402
@@ -42,38 +39,3 @@ class GigadetCoco(CocoDataset):
             )
             for image in content["images"]
         ]
-
-
-class Unreadable:
-    """A sample that could not be loaded. It travels instead of an exception, which a worker would wrap in a traceback."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
-def load_sample(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except Exception as error:  # whatever a transform raises: the file is named and the run stops with it
-        if isinstance(error, DataError):  # it says all there is to say
-            return Unreadable(str(error))
-        path = dataset.get_data_info(index)["img_path"]
-        if isinstance(error, FileNotFoundError):
-            return Unreadable(f"image {path} does not exist, though the annotation file lists it")
-        # cv2 answers None for a broken file, and the loader trips over that.
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return Unreadable(f"image {path} cannot be loaded ({type(error).__name__}: {what})")
-
-
-class SeededDataset:
-    """Samples by key: the augmentation of a sample depends on its key and the run's seed, not on who loads it."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, key: SampleKey) -> Any:
-        seed_all(self.seed, SAMPLE, key.epoch, key.position)
-        return load_sample(self.dataset, key.index)

@@ -12,10 +12,11 @@ from typing import Any
 import cv2
 import numpy as np
 
-from engine.data.coco import Classes, DataError
 from engine.data.mmdet_coco import GigadetCoco
 from engine.data.panoptic_map import PanopticMap, read_ids
-from engine.mmdet_setup import import_mmdet
+from engine.data.types import Classes
+from engine.errors import DataError
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 from mmdet.datasets.transforms import LoadAnnotations  # noqa: E402

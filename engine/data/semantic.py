@@ -20,7 +20,9 @@ from PIL import Image
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.classification import IMAGE_SUFFIXES
-from engine.data.coco import Classes, DataError, test_pipeline, train_pipeline
+from engine.data.coco import test_pipeline, train_pipeline
+from engine.data.types import Classes
+from engine.errors import DataError
 
 IGNORED = 255
 CLASS_TABLE = "objectInfo150.txt"
@@ -137,7 +139,7 @@ class ClassMapImages:
     shown = 0
 
     def __init__(self, data: DataConfig, files: SplitConfig, classes: Classes, *, training: bool) -> None:
-        from engine.mmdet_setup import import_mmdet
+        from models.mmdet_setup import import_mmdet
 
         import_mmdet()
         from mmdet.registry import TRANSFORMS

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.files import CURVES, EVALUATIONS, METRICS
 from engine.monitoring.records import read_records
 
 
@@ -27,8 +28,8 @@ def draw_curves(work_dir: Path) -> Path:
     """`curves.png`: the loss and its parts, the learning rate, and each evaluation's metrics."""
     from matplotlib.figure import Figure
 
-    steps = read_records(work_dir / "metrics.jsonl")
-    evaluations = read_records(work_dir / "evaluations.jsonl")
+    steps = read_records(work_dir / METRICS)
+    evaluations = read_records(work_dir / EVALUATIONS)
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     loss_axes, rate_axes, score_axes = figure.subplots(1, 3)
     x, y = _numbers(steps, "loss")
@@ -64,6 +65,6 @@ def draw_curves(work_dir: Path) -> Path:
     score_axes.set(title="validation", xlabel="optimizer step", ylim=(0, 1))
     if names:
         score_axes.legend(fontsize=7)
-    path = work_dir / "curves.png"
+    path = work_dir / CURVES
     figure.savefig(path, dpi=110)
     return path

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.config.errors import UserError
-
-
-class RecordError(UserError):
-    """A record cannot be written, as on a full disk."""
+from engine.errors import UserError
+from engine.files import json_values, replacing, telling
 
 
 class RecordFile:
@@ -21,26 +17,15 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _writing(path):
+        with telling(path):
             self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        with _writing(self._path):
-            self._file.write(json.dumps(_plain(record)) + "\n")
+        with telling(self._path):
+            self._file.write(json.dumps(json_values(record)) + "\n")
 
     def close(self) -> None:
         self._file.close()
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: a loss that is not a number is written as text, so that any reader can load the file."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -70,23 +55,5 @@ def cut_records(source: Path, target: Path, *, last_step: int) -> None:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if json.loads(line)["step"] <= last_step:
                 kept.append(line + "\n")
-    aside = target.with_name(target.name + ".part")
-    with _writing(target):
+    with telling(target), replacing(target) as aside:
         aside.write_text("".join(kept))
-        aside.replace(target)
-
-
-def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Write a whole file or none; `indent` for what people read."""
-    aside = path.with_name(path.name + ".part")
-    with _writing(path):
-        aside.write_text(json.dumps(_plain(value), indent=indent) + "\n")
-        aside.replace(path)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RecordError(f"{path} cannot be written: {error.strerror}") from None

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.errors import UserError
+from engine.errors import UserError
+from engine.files import CONFIG, METRICS
 from engine.monitoring.records import read_records
 
 AXES = ("step", "epoch")
@@ -57,7 +58,7 @@ class Variances:
 
 
 def read_variances(run: Path) -> Variances:
-    records = read_records(run / "metrics.jsonl")
+    records = read_records(run / METRICS)
     phi = _curves(records, "phi")
     if not phi:  # also where none of them was a finite number
         raise UserError(
@@ -156,6 +157,6 @@ def _curves(records: Sequence[dict[str, Any]], key: str) -> dict[str, Curve]:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        return json.loads((run / "config.json").read_text())
+        return json.loads((run / CONFIG).read_text())
     except (OSError, json.JSONDecodeError):
         return {}

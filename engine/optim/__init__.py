@@ -3,23 +3,16 @@
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "AGVMAdamW": "engine.optim.agvm_adamw",
-    "AGVMSGD": "engine.optim.agvm_sgd",
-    "AGVMLAMB": "engine.optim.agvm_layerwise",
-    "AGVMLARS": "engine.optim.agvm_layerwise",
-    "LAMB": "engine.optim.lamb",
-    "LARS": "engine.optim.lars",
-    "PMDLAMB": "engine.optim.lamb",
-    "AGVMOptimizer": "engine.optim.agvm",
-    "Modulator": "engine.optim.agvm",
+_MODULES = {
     "detector_modules": "engine.optim.modules",
     "module_groups": "engine.optim.modules",
+    "AGVMOptimizer": "engine.optim.agvm",
+    "Modulator": "engine.optim.agvm",
 }
-__all__ = list(_HOMES)
+__all__ = ["AGVMLAMB", "AGVMLARS", "AGVMSGD", "LAMB", "LARS", "PMDLAMB", "AGVMAdamW", *_MODULES]  # noqa: F822
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES.get(name, "engine.optim.registry")), name)

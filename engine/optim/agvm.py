@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.optim.rule import Rule
+from engine.zero.window import Attachment
 
 logger = logging.getLogger(__name__)
 
 ESTIMATORS = ("halves", "replicas")
+BUCKET_SIZE = 1 << 24  # elements
 
 # A half batch whose gradient is this small a share of the whole (squared) has none: its direction is rounding error.
 NO_GRADIENT = 1e-12
@@ -156,6 +158,8 @@ class AGVMOptimizer(Rule):
     rule that exists by itself is modulated by inheriting from both, itself first (see `agvm_layerwise.py`).
     """
 
+    modulated = True
+
     _attachment: Any = None
 
     def __init__(
@@ -199,15 +203,13 @@ class AGVMOptimizer(Rule):
         """The factor in use on each module's learning rate."""
         return dict(self.modulator.mu)
 
-    def attach(self, engine: Any, *, bucket_size: int = 1 << 24) -> None:
+    def attach(self, engine: Any, *, bucket_size: int = BUCKET_SIZE) -> None:
         """Follow a DeepSpeed engine from here on; call it once, right after `deepspeed.initialize`.
 
         `bucket_size` (elements) bounds the extra memory of a window: one partition and two buckets per rank.
         """
-        from engine.zero import attach
-
         super().attach(engine)
-        attach(engine, self, bucket_size=bucket_size)
+        Attachment(engine, self, bucket_size=bucket_size)
 
     def detach(self) -> None:
         if self._attachment is not None:
@@ -232,12 +234,16 @@ class AGVMOptimizer(Rule):
         """
         raise NotImplementedError
 
+    @classmethod
+    def companion_of(cls, estimator: str) -> str:
+        """What a window reduces beside g: `signed` (s u), `squared` (u^2), or `norms` (no second vector at all)."""
+        if estimator == "halves":
+            return "signed"
+        return "norms" if cls.preconditioner is AGVMOptimizer.preconditioner else "squared"
+
     @property
     def companion(self) -> str:
-        """What a window reduces beside g: `signed` (s u), `squared` (u^2), or `norms` (no second vector at all)."""
-        if self.modulator.estimator == "halves":
-            return "signed"
-        return "norms" if type(self).preconditioner is AGVMOptimizer.preconditioner else "squared"
+        return self.companion_of(self.modulator.estimator)
 
     def sums(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor, d: Tensor | None) -> Tensor:
         """The modulator's three sums over one slice; d is the companion in the units of g (or of g^2)."""

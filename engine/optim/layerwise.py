@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from engine.optim.rule import Rule
+from engine.zero.layer_norms import LayerNorms
 
 
 class Layer(NamedTuple):
@@ -38,7 +39,6 @@ class LayerwiseOptimizer(Rule):
     # Whether the sums are of the gradient as the step will see it. Otherwise they are of DeepSpeed's, and the last of
     # them is |g|^2: the rule follows a factor on g by itself, and clipping then needs no second all-reduce.
     needs_final_gradient = True
-    sums_per_layer: int
 
     _norms: Any = None  # of engine.zero, once attached
 
@@ -61,10 +61,8 @@ class LayerwiseOptimizer(Rule):
         raise NotImplementedError
 
     def attach(self, engine: Any, **further: Any) -> None:
-        from engine.zero import attach_layers
-
         super().attach(engine, **further)
-        attach_layers(engine, self)
+        LayerNorms(engine, self)
 
     def detach(self) -> None:
         if self._norms is not None:

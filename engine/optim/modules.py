@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from engine.zero.scalars import whole_shape
+
 # A container whose children are modules of their own: the paper's bbox head and mask head sit inside `roi_head`.
 CONTAINERS = ("roi_head",)
 
@@ -58,7 +60,7 @@ def module_groups(
     it, the optimizer's. A frozen parameter is left out, and a group left empty is dropped.
     """
     modules = detector_modules(model) if modules is None else modules
-    excluded = no_decay if callable(no_decay) else lambda name, parameter: no_decay and _ndim(parameter) <= 1
+    excluded = no_decay if callable(no_decay) else lambda name, parameter: no_decay and len(whole_shape(parameter)) <= 1
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for module in modules:
         for plain in (False, True):
@@ -79,8 +81,3 @@ def module_groups(
 
 def _covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(prefix + ".") or (prefix.endswith(".") and name.startswith(prefix))
-
-
-def _ndim(parameter: nn.Parameter) -> int:
-    # A parameter made under deepspeed.zero.Init is an empty shard that remembers its shape.
-    return len(getattr(parameter, "ds_shape", parameter.shape))

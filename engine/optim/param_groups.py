@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from engine.blocks import block_name
-from engine.config.errors import ConfigError, nearest
 from engine.config.schema import ParamwiseConfig
+from engine.errors import ConfigError, nearest
+from engine.modeling.blocks import block_name
 from engine.optim.modules import detector_modules
+from engine.zero.scalars import whole_shape
 
 # Swin's tables of positions, which its authors leave without decay as they do norms (mmdet's and timm's names).
 _POSITIONS = ("relative_position_bias_table", "absolute_pos_embed")
@@ -40,7 +41,7 @@ def param_groups(
             raise ConfigError(
                 f'parameter "{name}" is {found}: name its module, and only one, in optimizer.params.modules'
             )
-        scale = _dimensions(parameter) <= 1 and not name.endswith(
+        scale = len(whole_shape(parameter)) <= 1 and not name.endswith(
             "bias"
         )  # LayerScale, a temperature, a class's own norm
         decays = (
@@ -62,10 +63,6 @@ def param_groups(
     if not groups:
         raise ConfigError("every parameter is frozen: nothing to train")
     return list(groups.values())
-
-
-def _dimensions(parameter: nn.Parameter) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))  # one built partitioned is an empty shard
 
 
 def _below(name: str, prefix: str) -> bool:

@@ -15,6 +15,9 @@ class Rule(torch.optim.Optimizer):
     """A rule gives `update`. Classes between it and a rule add what they need around these methods: each calls
     `super()`, so that a rule of layers and AGVM's modulator meet in one class without knowing each other."""
 
+    modulated = False  # whether AGVM's factors are on the learning rate
+    sums_per_layer = 0  # numbers that the rule needs of every whole layer before a step
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         # Under ZeRO this runs once per param group or sub-group of an iteration, so it counts and measures nothing.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.config.errors import ConfigError
 from engine.config.schema import ScheduleConfig
+from engine.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

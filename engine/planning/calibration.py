@@ -6,19 +6,21 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from engine.config import UserError, load_config
 from engine.config.batch import KEYS
+from engine.errors import UserError
+from engine.files import CONFIG, METRICS
 from engine.monitoring.records import read_records
 from engine.planning.hardware import Hardware
 from engine.planning.plan import Plan
 from engine.planning.time import calibrated
+from engine.recipes.load import load_config
 
 _FIRST = 5  # steps in which libraries are loaded and kernels are chosen
 
 
 def measured_step(folder: str) -> float:
     """The median seconds of a step of a run, its first steps left out."""
-    path = Path(folder) / "metrics.jsonl"
+    path = Path(folder) / METRICS
     if not path.is_file():
         raise UserError(f"--calibrate {folder}: there is no metrics.jsonl in it: give the work dir of a run")
     seconds = [record["seconds"] for record in read_records(path) if "seconds" in record]
@@ -29,7 +31,7 @@ def measured_step(folder: str) -> float:
 
 def calibrate_from_run(folder: str, hardware: Hardware, **given: Any) -> Hardware:
     """From the run's own saved config, whatever is planned now; `given` is what `Plan` is told of data that is elsewhere."""
-    path = Path(folder) / "config.json"
+    path = Path(folder) / CONFIG
     step = measured_step(folder)
     if not path.is_file():
         raise UserError(f"--calibrate {folder}: there is no config.json in it: give the work dir of a run")

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.monitoring.records import write_json
-from engine.planning.partition import PlannedChunks, PlannedFlat, held_elements, module_shares
-from engine.planning.settings import CommunicationSettings, WindowSettings
+from engine.files import write_json
+from engine.planning.settings import WindowSettings
+from engine.planning.shards import PlannedShards
 from engine.planning.traffic import Collective, sent_bytes, times
+from engine.zero.settings import CommunicationSettings
 
 _MASTER = 4  # bytes of an fp32 weight
 _KINDS = {
@@ -27,25 +28,30 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def say_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSettings) -> None:
-    ranks = f"of {layout.world} ranks" if settings.stage else f"on all of {layout.world} ranks"
+def say_layout(layout: PlannedShards, settings: CommunicationSettings) -> None:
+    ranks = f"of {layout.geometry.world} ranks" if settings.stage else f"on all of {layout.geometry.world} ranks"
     print(
-        f"shards  ZeRO-{settings.stage}: {_KINDS[settings.stage]}; fp32 bytes {ranks}, {size(_MASTER * layout.padding())} "
+        f"shards  ZeRO-{settings.stage}: {_KINDS[settings.stage]}; fp32 bytes {ranks}, {size(_MASTER * layout.geometry.padding())} "
         "of padding in all"
     )
     print(f"  {'module':<22}{'in all':>11}{'least':>11}{'mean':>11}{'most':>11}{'empty ranks':>13}")
-    for share in module_shares(layout):
+    for share in layout.module_shares():
         cells = [size(_MASTER * value) for value in (share.numel, share.least, share.mean, share.greatest)]
         print(f"  {share.module:<22}" + "".join(f"{cell:>11}" for cell in cells) + f"{share.empty:>13}")
 
 
-def write_layout(layout: PlannedChunks | PlannedFlat, settings: CommunicationSettings, path: Path) -> None:
+def write_layout(layout: PlannedShards, settings: CommunicationSettings, path: Path) -> None:
     """How many elements of every module each rank holds, in the order of the ranks, as JSON."""
     write_json(
         path,
-        dict(stage=settings.stage, world=layout.world, holds=_KINDS[settings.stage], elements=held_elements(layout)),
+        dict(
+            stage=settings.stage,
+            world=layout.geometry.world,
+            holds=_KINDS[settings.stage],
+            elements=layout.held_elements(),
+        ),
     )
-    print(f"layout  of {layout.world} ranks written to {path}")
+    print(f"layout  of {layout.geometry.world} ranks written to {path}")
 
 
 def say_traffic(

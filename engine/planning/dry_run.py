@@ -1,6 +1,6 @@
 """A run built as one rank of many, without the others, a GPU or memory: what it would be, and whether it would start.
 
-The checks are those of `engine/building.py`, in its order. What cannot be known because a check failed (the classes of
+The checks are those of `engine/train/build.py`, in its order. What cannot be known because a check failed (the classes of
 annotations that are not there) is taken from the data set that the configs are written for, and said; so the first
 failure is told together with everything else.
 """
@@ -13,36 +13,31 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from engine.building import build_model, check_deepspeed, check_supported, resolve, stage_of
-from engine.config import BatchPlan, ConfigError, RunConfig, UserError
-from engine.data.coco import Classes
+from engine.config import BatchPlan, RunConfig
 from engine.data.order import GlobalBatches
-from engine.detector import describe
-from engine.optim.build import build_optimizer
+from engine.data.types import Classes
+from engine.errors import ConfigError, UserError, first_line
+from engine.modeling.build import build_model
+from engine.modeling.detector import describe
+from engine.modeling.weights import WeightsError
+from engine.optim.attaching import attach
+from engine.optim.registry import build_optimizer, sums_per_layer
 from engine.optim.schedule import Schedule, build_schedule
 from engine.planning.dry_report import say_layout, say_traffic, write_layout
-from engine.planning.fake_ranks import fake_ranks, on_meta
 from engine.planning.gathers import model_uses
 from engine.planning.norms import synced_norms
-from engine.planning.partition import parameters_of, plan_layout
-from engine.planning.settings import communication_settings, layer_numbers, offload_device, refuse_sam, window_settings
+from engine.planning.settings import refuse_sam, window_settings
+from engine.planning.shards import parameters_of, plan_shards
 from engine.planning.traffic import step_traffic
-from engine.sam import SharpnessAware
-from engine.task import task_of
-from engine.weights import WeightsError
-from engine.work_dir import check_new_work_dir
+from engine.tasks.registry import task_of
+from engine.train.build import check_supported, resolve
+from engine.train.work_dir import check_new_work_dir
+from engine.zero.engine import initialise_engine, read_layout
+from engine.zero.fake_ranks import fake_ranks, on_meta, pretend_offloading
+from engine.zero.processes import import_deepspeed
+from engine.zero.settings import check_deepspeed, communication_settings, offload_device
 
 T = TypeVar("T")
-# Of COCO (ADE20K for semantic, ImageNet for classification): training images, classes of objects, other classes.
-_USUAL = {
-    "detection": (117266, 80, 0),
-    "instance": (117266, 80, 0),
-    "panoptic": (118287, 80, 53),
-    "semantic": (20210, 150, 0),
-    "classification": (1281167, 1000, 0),
-}
-
-
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -76,7 +71,7 @@ class Failures:
 def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None) -> Verdict:
     """Print what the run would be, and write which rank holds how much of every module where a file is given."""
     first, then = Failures(), Failures()
-    first.attempt(check_supported, config, None)
+    first.attempt(check_supported, config, resuming=False)
     work_dir = then.attempt(check_new_work_dir, config)
     config = resolve(config, plan, work_dir or Path(config.run.work_dir or "work_dirs"))
     classes, images = _data(config, then)
@@ -102,12 +97,14 @@ def _data(config: RunConfig, failures: Failures) -> tuple[Classes, int]:
             f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, {len(classes.all)} classes"
         )
         return classes, len(train.dataset)
-    images, things, stuff = _USUAL[config.data.task]
+    usual = task_of(config).usual_data
     print(
-        f"data    not read; as in the usual data set, {images} training images and {things + stuff} classes are assumed"
+        f"data    not read; as in {usual.source}, {usual.train} training images and {usual.things + usual.stuff} classes "
+        "are assumed"
     )
-    names = [f"class {k}" for k in range(1, things + stuff + 1)]
-    return Classes(tuple(names[:things]), tuple(names[things:]), tuple(range(1, things + stuff + 1))), images
+    names = [f"class {k}" for k in range(1, usual.things + usual.stuff + 1)]
+    ids = tuple(range(1, len(names) + 1))
+    return Classes(tuple(names[: usual.things]), tuple(names[usual.things :]), ids), usual.train
 
 
 def _check_weights(config: RunConfig) -> None:
@@ -120,7 +117,7 @@ def _check_weights(config: RunConfig) -> None:
 def _model(config: RunConfig, classes: Classes) -> nn.Module:
     # Built whole, for it takes no memory here; partitioned from the start it has the same shards.
     detector = config.detector.model_copy(update={"zero_init": False, "load_from": None})
-    return build_model(config.model_copy(update={"detector": detector}), classes, empty=True)
+    return build_model(task_of(config.model_copy(update={"detector": detector})), classes, empty=True)
 
 
 def _build(
@@ -130,7 +127,7 @@ def _build(
     schedule = failures.attempt(build_schedule, config.schedule, batches.steps_per_epoch)
     warmup = schedule.warmup_steps if schedule is not None else 0
     optimizer = failures.attempt(build_optimizer, config.optimizer, model, warmup_steps=warmup)
-    print(f"model   {describe(model)}; ZeRO-{stage_of(config)}", flush=True)
+    print(f"model   {describe(model)}; ZeRO-{config.zero_stage}", flush=True)
     if optimizer is None:
         return
     if schedule is not None:
@@ -146,7 +143,7 @@ def _build(
         print(f"traffic not planned: {error}")
         failures.attempt(_initialise, config, model, optimizer, None)
         return
-    layout = plan_layout(parameters, settings.sharding)
+    layout = plan_shards(parameters, settings.sharding)
     failures.attempt(_initialise, config, model, optimizer, layout)
     say_layout(layout, settings)
     if layout_file is not None:
@@ -159,7 +156,7 @@ def _build(
             window=window,
             uses=uses,
             norms=norms,
-            layer_numbers=layer_numbers(config.optimizer.type),
+            layer_numbers=sums_per_layer(config.optimizer.type),
         ),
         settings,
         window,
@@ -183,37 +180,27 @@ def _check_windows(optimizer: Any, schedule: Schedule) -> None:
 
 def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: Any) -> None:
     """DeepSpeed's own engine on this rank, whose shards have to be where they were planned."""
-    import deepspeed
-
-    from engine.zero.layout import layout_of
-    from engine.zero.module_trace import parameters_only
-
     keys = [key for key in _OFFLOADS if offload_device(config.deepspeed, key) != "none"]
     settings = _without_offloading(config.deepspeed, keys)
     # At stage 0 in half precision DeepSpeed 0.19.8 takes a step with zero gradients, for which data would be needed.
     optimizer.step = lambda closure=None: None
     try:
-        with parameters_only():
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"DeepSpeed does not accept this config ({_first_line(error)})") from error
+        engine = initialise_engine(model, optimizer, settings)
     except RuntimeError as error:  # an option of which DeepSpeed looks at the data
         raise NotKnown(
-            f"DeepSpeed's engine cannot be built without storage ({_first_line(error)}), so neither it nor what "
-            "comes after it was checked: try the run for one step on two ranks"
+            f"DeepSpeed's engine cannot be built without storage ({first_line(error)}), so neither it nor what comes after "
+            "it was checked: try the run for one step on two ranks"
         ) from error
-    try:
-        built = layout_of(engine)
-        _attach(config, engine, optimizer, built, keys)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    built = read_layout(engine)
+    pretend_offloading(engine, config.deepspeed, keys)
+    attach(config.optimizer, engine, optimizer, built)
+    version = import_deepspeed().__version__
     if planned is not None and built.fragments != planned.fragments:
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} lays out its shards in another way than "
-            "engine/planning/partition.py: use deepspeed 0.19.x"
+            f"DeepSpeed {version} lays out its shards in another way than engine/zero/geometry.py: use deepspeed 0.19.x"
         )
     print(
-        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {deepspeed.__version__}, as rank {built.rank} of "
+        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {version}, as rank {built.rank} of "
         f"{built.world} on the meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
         f"{'lie as planned' if planned is not None else 'were not planned'}",
         flush=True,
@@ -233,19 +220,3 @@ def _without_offloading(deepspeed: dict[str, Any], keys: list[str]) -> dict[str,
             "optimizer offload)"
         )
     return {**deepspeed, "zero_optimization": zero}
-
-
-def _attach(config: RunConfig, engine: Any, optimizer: Any, layout: Any, offloads: list[str]) -> None:
-    """As `engine/building.py` does, with what was left out to build the engine written back: it may be refused."""
-    asked = engine._config.zero_config.model_validate(config.deepspeed.get("zero_optimization", {}))
-    for key in offloads:
-        setattr(engine._config.zero_config, key, getattr(asked, key))
-    if hasattr(optimizer, "attach"):
-        size = config.optimizer.params.get("bucket_size")
-        optimizer.attach(engine, **({} if size is None else {"bucket_size": size}))
-    if config.optimizer.sam is not None:
-        SharpnessAware(engine, optimizer, layout, config.optimizer.sam.rho)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.planning.gathers import Use, _Coordinator
-from engine.planning.partition import Parameter
-from engine.planning.settings import CommunicationSettings
+from engine.planning.gathers import _Coordinator
+from engine.planning.shards import Parameter
+from engine.zero.recording import Use
+from engine.zero.settings import CommunicationSettings
 
 
 class Gathered(NamedTuple):

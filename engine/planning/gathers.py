@@ -10,21 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import nn
 
-from engine.activation_checkpointing import is_recomputed
-from engine.planning.partition import Parameter
-from engine.planning.settings import CommunicationSettings
-
-
-class Use(NamedTuple):
-    """A module begins (`fetch`) or ends, forward or backward; `members` are its own parameters' places in the model."""
-
-    module: int
-    members: tuple[int, ...]
-    fetch: bool
+from engine.modeling.recompute import is_recomputed
+from engine.planning.shards import Parameter
+from engine.zero.recording import Use
+from engine.zero.settings import CommunicationSettings
 
 
 def model_uses(model: nn.Module) -> list[Use]:

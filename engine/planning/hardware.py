@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config.errors import UserError, nearest
+from engine.errors import UserError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)

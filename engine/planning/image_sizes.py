@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.config.errors import UserError
 from engine.config.schema import DataConfig
+from engine.errors import UserError
 
 # Width over height of COCO-like photographs and their shares, for data that is not at hand. [our estimate]
 ASPECTS = ((4 / 3, 0.52), (3 / 2, 0.20), (1.0, 0.04), (3 / 4, 0.16), (2 / 3, 0.08))
@@ -61,7 +61,7 @@ class ImageSizes:
         """Expected pixels of a micro-batch on the rank that has the most.
 
         In every micro-step, also an accumulated one: ranks add up what they found in forward before they go on
-        (engine/forward.py), so one that has had a large image does not catch up with a small one later.
+        (engine/train/forward.py), so one that has had a large image does not catch up with a small one later.
         """
         random = np.random.default_rng(1)
         draws = max(8, min(400, 200_000 // world))

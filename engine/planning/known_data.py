@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.config import RunConfig, UserError
+from engine.config import RunConfig
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.build import split_files
-from engine.data.coco import Classes, images_with_objects, read_annotations, read_classes
+from engine.data.coco import images_with_objects, read_annotations, read_classes
 from engine.data.shapes_drawing import STUFF, THINGS
+from engine.data.types import Classes
+from engine.errors import UserError
 
 COCO_STUFF = 53
 

@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.planning.gathered_memory import Gathered, most_gathered
-from engine.planning.gathers import Use
-from engine.planning.partition import BYTES, Parameter, PlannedFlat, plan_layout
-from engine.planning.settings import CommunicationSettings, WindowSettings
+from engine.planning.settings import WindowSettings
+from engine.planning.shards import Parameter, plan_shards
 from engine.planning.step_trace import StepTrace
 from engine.planning.traffic import persistent_parameters
+from engine.zero.geometry import BYTES, Geometry, reduced_once
+from engine.zero.recording import Use
+from engine.zero.settings import CommunicationSettings
 
 OFFLOADS = ("none", "optimizer", "optimizer+parameters")
 _FALLBACK_BUCKET = 500_000_000  # elements that stage 0 reduces at a time
@@ -45,13 +47,6 @@ class Memory:
     @property
     def peak(self) -> float:
         return max(self.phases.values())
-
-
-def optimizer_moments(kind: str, params: dict) -> int:
-    """Tensors of a parameter's size that the rule keeps."""
-    if "SGD" in kind or "LARS" in kind:
-        return int(bool(params.get("momentum", 0 if kind == "SGD" else 0.9)))
-    return 1 if kind in ("Adagrad", "RMSprop") else 2
 
 
 def plan_memory(
@@ -90,19 +85,10 @@ class _Plan:
         self.size = BYTES[settings.dtype]
         self.trained = sum(p.numel for p in parameters if p.trained)
         self.total = sum(p.numel for p in parameters)
-        self.layout = plan_layout(parameters, settings.sharding)
-        if settings.stage in (1, 2):
-            self.share = sum(self.layout.sizes)
-            self.largest_group = max(self.layout.sizes)
-        elif settings.stage == 3:
-            chunks = [self.layout.chunk(i) for i in range(len(self.layout.parameters))]
-            self.share = sum(chunks)
-            by_shard: dict[int, int] = {}
-            for (shard, _), chunk in zip(self.layout.homes, chunks):
-                by_shard[shard] = by_shard.get(shard, 0) + chunk
-            self.largest_group = max(by_shard.values())
-        else:
-            self.share = self.largest_group = self.trained
+        self.layout = plan_shards(parameters, settings.sharding)
+        sizes = self.layout.geometry.shard_sizes()
+        self.share = sum(sizes)
+        self.largest_group = max(sizes) if settings.stage else self.trained
 
     def memory(self) -> Memory:
         s, parts = self.settings, {}
@@ -146,7 +132,7 @@ class _Plan:
             return self.trained
         if self.settings.stage == 3:
             return self.share
-        return max(_touching(self.layout))
+        return max(_touching(self.layout.geometry))
 
     def _buckets(self) -> float:
         s = self.settings
@@ -170,7 +156,9 @@ class _Plan:
         bucket = min(self.window.bucket_size, self.trained)
         plain = BYTES[s.communication_dtype]
         # What is reduced once stays in the type it came in (engine/zero/capture.py).
-        once = s.accumulation == 1 or (kind == "signed" and self.layout.keeps_local and s.world % 2 == 0)
+        once = s.accumulation == 1 or reduced_once(
+            kind, keeps_local=s.keeps_local, world=s.world, accumulation=s.accumulation
+        )
         signed = (plain if once else 4) * share + 2 * plain * bucket
         squared = 4 * share + 2 * 4 * bucket
         return signed + {"norms": 0, "signed": signed, "squared": squared}[kind]
@@ -223,10 +211,10 @@ class _Plan:
         return flat + 4 * _RULE_TEMPORARIES * min(self.largest_group, _RULE_BATCH)
 
 
-def _touching(layout: PlannedFlat) -> list[int]:
+def _touching(geometry: Geometry) -> list[int]:
     """Elements of all parameters that lie on each rank at least in part: ZeRO-2 keeps their reduced gradients whole."""
-    held = [0] * layout.world
-    for i in range(len(layout.parameters)):
-        for rank, _, _ in layout.ranges(i):
-            held[rank] += layout.numel(i)
+    held = [0] * geometry.world
+    for i, numel in enumerate(geometry.numels):
+        for rank, _, _ in geometry.ranges(i):
+            held[rank] += numel
     return held

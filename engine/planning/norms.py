@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.activation_checkpointing import is_recomputed
+from engine.modeling.recompute import is_recomputed
 from engine.optim.modules import detector_modules
 from engine.planning.traffic import SyncedNorm
 

@@ -8,27 +8,22 @@ from typing import Any
 
 from torch import nn
 
-from engine.building import check_deepspeed
-from engine.config import BatchPlan, ConfigError, RunConfig, UserError, solve_batch
-from engine.forward import Precision
-from engine.planning.fake_ranks import fake_ranks
-from engine.planning.gathers import Use, model_uses
+from engine.config import BatchPlan, RunConfig, solve_batch
+from engine.errors import ConfigError, UserError
+from engine.modeling.precision import Precision
+from engine.optim.registry import build_optimizer, count_moments, sums_per_layer
+from engine.planning.gathers import model_uses
 from engine.planning.image_sizes import ImageSizes, Size
 from engine.planning.known_data import known_data, planned_classes
-from engine.planning.memory import OFFLOADS, Memory, optimizer_moments, plan_memory
-from engine.planning.partition import Parameter, parameters_of
-from engine.planning.settings import (
-    CommunicationSettings,
-    communication_settings,
-    layer_numbers,
-    offload_device,
-    refuse_sam,
-    stage_refused,
-    window_settings,
-)
+from engine.planning.memory import OFFLOADS, Memory, plan_memory
+from engine.planning.settings import refuse_sam, stage_refused, window_settings
 from engine.planning.shape_model import build_shape_model
+from engine.planning.shards import Parameter, parameters_of
 from engine.planning.step_trace import StepTrace, trace_model
 from engine.planning.traffic import Collective, step_traffic
+from engine.zero.fake_ranks import fake_ranks
+from engine.zero.recording import Use
+from engine.zero.settings import CommunicationSettings, check_deepspeed, communication_settings, offload_device
 
 BACKBONE = ["backbone"]  # what is recomputed where the config does not say
 
@@ -112,8 +107,6 @@ class Plan:
         return self.config.model_copy(update={"detector": detector})
 
     def _describe(self, model: nn.Module) -> None:
-        from engine.optim.build import build_optimizer
-
         optimizer = build_optimizer(self.config.optimizer, model, warmup_steps=0)
         self.parameters = parameters_of(model, optimizer.param_groups)
         self.uses = model_uses(model)
@@ -135,7 +128,7 @@ class Plan:
                 window=window,
                 uses=self.uses,
                 order=order,
-                layer_numbers=layer_numbers(self.config.optimizer.type),
+                layer_numbers=sums_per_layer(self.config.optimizer.type),
             )
         return self._traffic[settings]
 
@@ -155,7 +148,7 @@ class Plan:
             trace,
             self.parameters,
             settings,
-            moments=optimizer_moments(kind, params),
+            moments=self.moments,
             window=window_settings(kind, params) if window else None,
             offload=self.offload if offload is None else offload,
             buffers=self.buffers,
@@ -172,6 +165,10 @@ class Plan:
         if offload_device(self.config.deepspeed, "offload_param") != "none":
             return OFFLOADS[2]
         return OFFLOADS[1] if offload_device(self.config.deepspeed, "offload_optimizer") != "none" else OFFLOADS[0]
+
+    @cached_property
+    def moments(self) -> int:
+        return count_moments(self.config.optimizer)
 
     @cached_property
     def dtype(self) -> str:

@@ -10,8 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from engine.config import RunConfig
-from engine.data.coco import Classes
-from engine.forward import Precision
+from engine.data.types import Classes
+from engine.modeling.build import build_model
+from engine.modeling.precision import Precision
+from engine.tasks.registry import task_of
 
 DEVICE = torch.device("cpu")  # of fake tensors: they have no memory, but operators ask where they are
 
@@ -27,15 +29,13 @@ class _NumbersStayReal(TorchFunctionMode):
 
 
 def build_shape_model(config: RunConfig, classes: Classes) -> tuple[nn.Module, FakeTensorMode]:
-    """The model as `engine.building.build_model` makes it, cast to the run's type, and the mode its tensors belong to.
+    """The model as `engine.train.build.build_model` makes it, cast to the run's type, and the mode its tensors belong to.
 
     Real tensors may be mixed in: what comes of pixels has shapes only, what comes of the ground truth has values.
     """
-    from engine.building import build_model
-
     detector = config.detector.model_copy(update={"load_from": None, "zero_init": False})
     with torch.device("meta"), _NumbersStayReal():
-        model = build_model(config.model_copy(update={"detector": detector}), classes, empty=True)
+        model = build_model(task_of(config.model_copy(update={"detector": detector})), classes, empty=True)
     model.to(Precision.of(config.deepspeed).dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, nn.Parameter] = {}  # a shared parameter stays one

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from engine.config import RunConfig, UserError
-from engine.data.coco import Classes
-from engine.forward import Precision
-from engine.planning.ground_truth import ground_truth, proposals_near
+from engine.config import RunConfig
+from engine.data.types import Classes
+from engine.errors import UserError, first_line
+from engine.modeling.precision import Precision
 from engine.planning.live_bytes import LiveBytes
 from engine.planning.operator_cost import operator_cost
 from engine.planning.shape_model import DEVICE, build_shape_model
+from engine.tasks.registry import task_of
+from engine.tasks.stand_ins import proposals_near
 
 _INDEXING = (
     torch.ops.aten.index,
@@ -149,7 +151,7 @@ def trace_model(
     objects: int = 7,
 ) -> StepTrace:
     precision = Precision.of(config.deepspeed)
-    samples = ground_truth(config.data, classes, micro=micro, height=height, width=width, objects=objects)
+    samples = task_of(config).stand_ins(classes, micro=micro, height=height, width=width, objects=objects)
     _replace_what_needs_pixels(model, samples)
     images = FakeTensor(mode, torch.empty(micro, 3, height, width, dtype=precision.dtype, device="meta"), DEVICE)
     parameters = list(model.parameters())
@@ -167,10 +169,9 @@ def trace_model(
             kept, forward_peak, forward = live.live, live.restart_peak(), live.take_costs()
             loss.backward()
         except Exception as error:  # a detector may look at pixel values in ways that nobody has foreseen
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f'detector "{config.detector.config}" cannot be planned, because its loss needs values of '
-                f"pixels where only shapes are known ({type(error).__name__}: {reason[:160]})"
+                f"pixels where only shapes are known ({type(error).__name__}: {first_line(error)[:160]})"
             ) from error
         tail, backward = live.restart_peak(), live.take_costs()
         for handle in handles:

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.config import UserError
+from engine.errors import UserError
 from engine.planning.hardware import Hardware
-from engine.planning.memory import OFFLOADS, optimizer_moments
-from engine.planning.partition import BYTES
+from engine.planning.memory import OFFLOADS
 from engine.planning.settings import window_settings
 from engine.planning.step_trace import Cost, StepTrace
 from engine.planning.traffic import Collective, sent_bytes
+from engine.zero.geometry import BYTES
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
@@ -166,7 +166,7 @@ def _optimizer_seconds(plan: Plan, hardware: Hardware, stage: int, offload: str)
     """Reading and writing weights and moments, and reading gradients; over the host's link where they are offloaded."""
     trained = sum(p.numel for p in plan.parameters if p.trained)
     share = trained / (plan.world if stage else 1)
-    moments = optimizer_moments(plan.config.optimizer.type, plan.config.optimizer.params)
+    moments = plan.moments
     if offload == "none":
         return share * 4 * (3 + 2 * moments) / (hardware.efficiency * hardware.memory_bandwidth)
     # Gradients down and weights up over the link; the rule itself runs on the host at about its speed.
@@ -185,7 +185,7 @@ def run_time(plan: Plan, hardware: Hardware, step: StepTime | None = None) -> Ru
         evaluation = None
     else:
         evaluation = evaluations * math.ceil(plan.data.val / plan.world) * forward
-    moments = optimizer_moments(plan.config.optimizer.type, plan.config.optimizer.params)
+    moments = plan.moments
     total = sum(p.numel for p in plan.parameters)
     trained = sum(p.numel for p in plan.parameters if p.trained)
     size = total * BYTES[plan.dtype] + trained * 4 * (1 + moments)

@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.planning.gathers import Use, gathered
-from engine.planning.partition import BYTES, Parameter, PlannedFlat, plan_layout
-from engine.planning.settings import CommunicationSettings, WindowSettings
+from engine.planning.gathers import gathered
+from engine.planning.settings import WindowSettings
+from engine.planning.shards import Parameter, PlannedShards, param_groups_of, plan_shards
 from engine.zero.buckets import make_plan
+from engine.zero.geometry import BYTES, reduced_once
+from engine.zero.recording import Use
+from engine.zero.settings import CommunicationSettings
 
 _FALLBACK_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE, at stage 0
 
@@ -82,7 +85,7 @@ def step_traffic(
         *_weights(parameters, settings, uses),
         *_norms_and_flags(parameters, settings),
         *_statistics(norms),
-        # engine/zero/complete_gradients.py: int32 flags; engine/training.py: fp64 losses and two flags.
+        # engine/zero/complete_gradients.py: int32 flags; engine/train/loop.py: fp64 losses and two flags.
         Collective("all_reduce", 4 * (2 + sum(p.trained for p in parameters)), 1, "micro-step", "which gradients come"),
         Collective("all_reduce", 8 * (2 + losses), 1, "boundary", "losses on record"),
     ]
@@ -141,7 +144,9 @@ def _gradients(
         if settings.stage == 0:
             pieces = [[i] for i, p in enumerate(parameters) if p.trained and p.numel]
         else:  # BF16_Optimizer hands out one flat tensor for each group
-            pieces = [[i for i, p in enumerate(parameters) if p.group == k and p.numel] for k in _groups(parameters)]
+            pieces = [
+                [i for i, p in enumerate(parameters) if p.group == k and p.numel] for k in param_groups_of(parameters)
+            ]
         sizes = [sum(parameters[i].numel for i in piece) for piece in pieces]
         if settings.stage == 1:
             whole = 2 * settings.world
@@ -153,9 +158,9 @@ def _gradients(
             )
         return
     if settings.stage == 1 and not settings.overlap_comm:  # at the boundary, group by group
-        order = [i for k in _groups(parameters) for i, p in enumerate(parameters) if p.group == k]
+        order = [i for k in param_groups_of(parameters) for i, p in enumerate(parameters) if p.group == k]
     when = "boundary" if settings.stage == 1 else "micro-step"
-    layout = plan_layout(parameters, settings.sharding) if settings.stage < 3 else None
+    layout = plan_shards(parameters, settings.sharding) if settings.stage < 3 else None
     for bucket in _before_filling(parameters, [i for i in order if parameters[i].numel], settings.reduce_bucket_size):
         module, numel = _module(parameters, bucket), sum(parameters[i].numel for i in bucket)
         if settings.stage == 3:
@@ -176,7 +181,7 @@ def _gradients(
 
 
 def _flat_reductions(
-    layout: PlannedFlat, settings: CommunicationSettings, bucket: Sequence[int]
+    layout: PlannedShards, settings: CommunicationSettings, bucket: Sequence[int]
 ) -> Iterator[tuple[str, int]]:
     """How ZeRO-1/2 reduces a bucket: as a whole, or piece by piece to the owners."""
     place = {i: k for k, i in enumerate(layout.order)}
@@ -184,7 +189,7 @@ def _flat_reductions(
     if not settings.reduce_scatter or not settings.contiguous_gradients:
         yield "all_reduce", numel
         return
-    pieces = [(rank, stop - start) for i in bucket for rank, start, stop in layout.ranges(place[i])]
+    pieces = [(rank, stop - start) for i in bucket for rank, start, stop in layout.geometry.ranges(place[i])]
     if settings.multi_rank_allreduce:
         for part in _after_filling(pieces, settings.reduce_bucket_size):
             yield "all_reduce", sum(n for _, n in part)
@@ -199,8 +204,8 @@ def _weights(
 ) -> Iterator[Collective]:
     size = BYTES[settings.dtype]
     if settings.stage in (1, 2):
-        layout = plan_layout(parameters, settings.sharding)
-        for group, share in enumerate(layout.sizes):
+        layout = plan_shards(parameters, settings.sharding)
+        for group, share in enumerate(layout.geometry.shard_sizes()):
             yield Collective(
                 "all_gather",
                 size * share * settings.world,
@@ -248,15 +253,17 @@ def _norms_and_flags(parameters: Sequence[Parameter], settings: CommunicationSet
         if settings.dtype == "float32" and settings.clipping > 0:  # in half precision every rank has the whole norm
             yield Collective("all_reduce", 4, 1, "boundary", "gradient norm")
     elif settings.stage == 3:
-        layout = plan_layout(parameters, settings.sharding)
+        layout = plan_shards(parameters, settings.sharding)
         if settings.dtype == "float16":
             yield Collective("all_reduce", 1, 1, "boundary", "overflow")
-        yield Collective("all_reduce", 4 if settings.offload else 8, layout.sub_groups, "boundary", "gradient norm")
+        yield Collective(
+            "all_reduce", 4 if settings.offload else 8, len(layout.geometry.shard_sizes()), "boundary", "gradient norm"
+        )
     elif not (settings.stage == 1 and settings.fp32_accumulation):
         if settings.check_overflow:
             yield Collective("all_reduce", 1, 1, "boundary", "overflow")
         if settings.compute_grad_norm:
-            yield Collective("all_reduce", 4, len(_groups(parameters)), "boundary", "gradient norm")
+            yield Collective("all_reduce", 4, len(param_groups_of(parameters)), "boundary", "gradient norm")
 
 
 def _statistics(norms: Sequence[SyncedNorm]) -> Iterator[Collective]:
@@ -278,10 +285,15 @@ def _window(
     backend: str,
 ) -> Iterator[Collective]:
     """engine/zero/{capture,companion,window}.py."""
-    layout = plan_layout(parameters, settings.sharding)
+    layout = plan_shards(parameters, settings.sharding)
     place = {i: k for k, i in enumerate(layout.order)}
-    plan = make_plan(layout, [place[i] for i in order if i in place], window.bucket_size)
-    once = window.kind == "signed" and layout.keeps_local and settings.world % 2 == 0 and settings.accumulation > 1
+    plan = make_plan(layout.geometry, [place[i] for i in order if i in place], window.bucket_size)
+    once = reduced_once(
+        window.kind,
+        keeps_local=settings.keeps_local,
+        world=settings.world,
+        accumulation=settings.accumulation,
+    )
     turns = 1 if once else settings.accumulation
     plain = BYTES[settings.communication_dtype]
     lanes = [("first window", plain, "self-check")]
@@ -290,7 +302,7 @@ def _window(
     for when, size, purpose in lanes:
         for bucket in plan.buckets:
             module = _module(parameters, [layout.order[k] for k in bucket.blocks])
-            if layout.even and backend == "nccl":
+            if layout.geometry.even and backend == "nccl":
                 yield Collective("reduce_scatter", size * bucket.numel, turns, when, purpose, module)
                 continue
             for _, _, length in bucket.segments:
@@ -298,11 +310,7 @@ def _window(
     names = {p.module for p in parameters if p.trained}
     yield Collective("all_reduce", 8 * (2 * len(layout.order) + 3), 1, "window", "which gradients came")
     yield Collective("all_reduce", 8 * 3 * len(names), 1, "window", "sums of each module")
-    yield Collective("all_reduce", 8 * 2 * len(_groups(parameters)), 1, "first window", "self-check")
-
-
-def _groups(parameters: Sequence[Parameter]) -> list[int]:
-    return sorted({p.group for p in parameters if p.trained})
+    yield Collective("all_reduce", 8 * 2 * len(param_groups_of(parameters)), 1, "first window", "self-check")
 
 
 def _padded(parameter: Parameter, world: int) -> int:

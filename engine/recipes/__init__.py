@@ -1,6 +1,6 @@
 """The paper's settings as functions of the batch size (appendix A.5), by name: PIPELINE_BACKBONE[_agvm]_OPTIMIZER.
 
-Nothing here reads a JSON: `engine.config.recipe` fills one in from what `find_recipe` gives.
+`load` reads a JSON and `filling` completes it; the other modules are the rules.
 """
 
 from engine.recipes.recipe import Recipe, find_recipe, recipe_names

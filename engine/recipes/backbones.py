@@ -27,7 +27,7 @@ _SWIN_T = dict(
 class Backbone:
     options: Mapping[str, Any]  # of detector.options
     table: str  # the optimizer of its table in A.5: SGD's is of CNNs, AdamW's of Transformers
-    weights: str  # pre-trained on ImageNet: engine.detector downloads nothing, so the user puts the file there
+    weights: str  # pre-trained on ImageNet: engine.modeling.detector downloads nothing, so the user puts the file there
     batch_norm: bool = False
     norm_decay: bool = True
     extra_epochs: int = 0  # beyond the pipeline's own

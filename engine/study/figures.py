@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.files import METRICS
 from engine.monitoring.records import read_records
 from engine.monitoring.variance import read_variances
 from engine.monitoring.variance_picture import draw_variance
@@ -62,7 +63,7 @@ def draw_variances(study: Study, found: dict[tuple[str, int], Cell], folder: Pat
             found[method, batch] for batch in sorted({study.batches[0], study.batches[-1]}) if (method, batch) in found
         ]
         runs = [folder / Trial(method, cell.batch, cell.factor, seed).name for cell in ends for seed in study.seeds]
-        measured = [read_variances(run) for run in runs if any("phi" in r for r in read_records(run / "metrics.jsonl"))]
+        measured = [read_variances(run) for run in runs if any("phi" in r for r in read_records(run / METRICS))]
         if measured:
             pictures.append(draw_variance(measured, folder / f"variance-{method}.png", axes=["epoch"], smooth=0.5))
     return pictures

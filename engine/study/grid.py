@@ -15,12 +15,13 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from engine.config import ConfigError, RunConfig, load_config
-from engine.config.errors import nearest
+from engine.config import RunConfig
 from engine.config.load import find_config, load_json
 from engine.config.schema import Block
-from engine.monitoring.records import write_json
+from engine.errors import ConfigError, nearest
+from engine.files import write_json
 from engine.recipes.learning_rate import ScalingLaw
+from engine.recipes.load import load_config
 
 STUDIES = Path("ds_configs") / "studies"
 
@@ -217,7 +218,7 @@ def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None =
 
 def check_runs(study: Study, rows: Sequence[str]) -> None:
     """Every run's config is read before the first one is trained."""
-    from engine.optim.build import find_rule
+    from engine.optim.registry import find_rule
 
     for method in rows:
         for batch in study.batches:

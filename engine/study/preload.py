@@ -4,16 +4,15 @@ import atexit
 import gc
 import os
 
-from engine.distributed import import_deepspeed
-from engine.mmdet_setup import import_mmdet
+from engine.zero.processes import import_deepspeed, import_late_parts
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 import_deepspeed()
 
-# DeepSpeed asks for this one, and with it for torch's compiler, only when an optimizer is wrapped.
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
+import_late_parts()
 
-import engine.training  # noqa: E402, F401
+import engine.train.loop  # noqa: E402, F401
 
 # What is imported is looked at by no garbage collection of the forked processes.
 gc.collect()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.config import UserError
+from engine.errors import UserError
 from engine.study.grid import Study, Trial, better, settings
 from engine.study.start import make_start
 from engine.study.trial import Outcome, read_outcome, run_trial

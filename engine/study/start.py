@@ -6,7 +6,8 @@ import json
 from multiprocessing import parent_process
 from pathlib import Path
 
-from engine.config import load_config
+from engine.files import CHECKPOINTS
+from engine.recipes.load import load_config
 from engine.study.grid import Study, batch_settings, optimizer_settings
 from engine.study.trial import alone
 
@@ -15,8 +16,9 @@ def make_start(study: Study, path: Path) -> None:
     """Train the start's method at the smallest batch and keep some of the weights, in `path`."""
     import torch
 
-    from engine.training import train
-    from engine.weights import read_weights, whole
+    from engine.checkpoints.reading import read_weights
+    from engine.modeling.weights import whole
+    from engine.train.loop import train
 
     start, batch = study.start, study.batches[0]
     method, folder = study.methods[start.method], path.parent / "start"
@@ -41,7 +43,7 @@ def make_start(study: Study, path: Path) -> None:
                 ],
             )
         )
-        weights, _ = read_weights(folder / "checkpoints" / "latest")
+        weights, _ = read_weights(folder / CHECKPOINTS / "latest")
         kept = {
             name: whole(value)
             for name, value in weights.items()

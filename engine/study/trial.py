@@ -16,9 +16,13 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.config import RunConfig, UserError, load_config
-from engine.monitoring.records import read_records, write_json
+from engine.config import RunConfig
+from engine.errors import UserError
+from engine.files import METRICS, write_json
+from engine.monitoring.records import read_records
+from engine.recipes.load import load_config
 from engine.study.grid import Study, Trial, batch_settings, trial_config
+from engine.zero.processes import init_distributed, reset_distributed
 
 OUTCOME = "outcome.json"
 
@@ -59,7 +63,7 @@ def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> N
         error = (
             None if isinstance(problem, _diverged()) else f"{type(problem).__name__}: {' '.join(str(problem).split())}"
         )
-    records = read_records(folder / "metrics.jsonl")
+    records = read_records(folder / METRICS)
     if records and isinstance(
         records[-1]["loss"], str
     ):  # not a number, too late in the run to have been stopped for it
@@ -76,31 +80,30 @@ def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> N
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """A process group of this process only, and its output in FOLDER.log, with the traceback of whatever ends it."""
-    from engine import distributed
 
     log = open(folder.parent / f"{folder.name}.log", "w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     with tempfile.TemporaryDirectory() as meeting:
-        distributed.init_distributed(init_method=f"file://{meeting}/store", rank=0, world_size=1)
+        init_distributed(init_method=f"file://{meeting}/store", rank=0, world_size=1)
         try:
             yield
         except Exception:
             traceback.print_exc()
             raise
         finally:
-            distributed.reset_distributed()
+            reset_distributed()
 
 
 def training_images(study: Study) -> int:
-    from engine.task import task_of
+    from engine.tasks.registry import task_of
 
     train, *_ = task_of(load_config(study.config, [*study.set, *batch_settings(study, study.batches[0])])).build_data()
     return len(train.dataset)
 
 
 def _score(config: RunConfig, metric: str) -> float:
-    from engine.training import train
+    from engine.train.loop import train
 
     metrics = train(config)
     if metric not in metrics:
@@ -109,6 +112,6 @@ def _score(config: RunConfig, metric: str) -> float:
 
 
 def _diverged() -> type[Exception]:
-    from engine.training import Diverged
+    from engine.train.loop import Diverged
 
     return Diverged

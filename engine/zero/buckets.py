@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.zero.layout import Layout
+from engine.zero.geometry import Chunks, Geometry
 
 
 class Block(NamedTuple):
@@ -61,15 +61,15 @@ class Plan:
     buckets_of: dict[int, list[int]]
 
 
-def make_plan(layout: Layout, order: Sequence[int], bucket_size: int) -> Plan:
+def make_plan(geometry: Geometry, order: Sequence[int], bucket_size: int) -> Plan:
     """Buckets of at most `bucket_size` elements for the parameters `order`, in that order."""
-    fragment_of = {(f.param, f.start): k for k, f in enumerate(layout.fragments)}
-    build = _even if layout.even else _contiguous
+    fragment_of = {(f.param, f.start): k for k, f in enumerate(geometry.fragments)}
+    build = _even if isinstance(geometry, Chunks) else _contiguous
     plan = Plan([], [], 0, {})
-    for bucket, spans in build(layout, order, bucket_size, fragment_of):
+    for bucket, spans in build(geometry, order, bucket_size, fragment_of):
         bucket.home = plan.numel
         plan.spans += [span._replace(home=plan.numel + span.home) for span in spans]
-        plan.numel += sum(length for rank, _, length in bucket.segments if rank == layout.rank)
+        plan.numel += sum(length for rank, _, length in bucket.segments if rank == geometry.rank)
         for param in bucket.blocks:
             plan.buckets_of.setdefault(param, []).append(len(plan.buckets))
         plan.buckets.append(bucket)
@@ -91,15 +91,15 @@ def _fit(sizes: Sequence[tuple], capacity: int) -> Iterator[list[tuple]]:
         yield batch
 
 
-def _even(layout: Layout, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
+def _even(geometry: Chunks, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
     # A bucket is a matrix of N rows; one row more is the reduce-scatter's output, where one is used.
-    columns = max(1, bucket_size // (layout.world + (layout.world > 1)))
-    for batch in _fit([(i, 0, layout.chunk(i)) for i in order], columns):
+    columns = max(1, bucket_size // (geometry.world + (geometry.world > 1)))
+    for batch in _fit([(i, 0, geometry.chunk(i)) for i in order], columns):
         width = sum(stop - start for _, start, stop in batch)
-        bucket = Bucket(layout.world * width, segments=[(r, r * width, width) for r in range(layout.world)])
+        bucket = Bucket(geometry.world * width, segments=[(r, r * width, width) for r in range(geometry.world)])
         spans, column = [], 0
         for i, start, stop in batch:
-            chunk, size = layout.chunk(i), layout.numel(i)
+            chunk, size = geometry.chunk(i), geometry.numels[i]
             rows, rest = divmod(size, chunk)
             blocks = [Block(rows, stop - start, start, chunk, column, width)]
             if rest > start:
@@ -107,15 +107,15 @@ def _even(layout: Layout, order: Sequence[int], bucket_size: int, fragment_of: d
                     Block(1, min(stop, rest) - start, rows * chunk + start, chunk, rows * width + column, width)
                 )
             bucket.blocks.setdefault(i, []).extend(blocks)
-            owned = min(stop, size - layout.rank * chunk)
+            owned = min(stop, size - geometry.rank * chunk)
             if owned > start:
-                spans.append(Span(fragment_of[i, layout.rank * chunk], start, owned, column))
+                spans.append(Span(fragment_of[i, geometry.rank * chunk], start, owned, column))
             column += stop - start
         yield bucket, spans
 
 
-def _contiguous(layout: Layout, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
-    ranges = [(i, rank, start, start, stop) for i in order for rank, start, stop in layout.ranges(i)]
+def _contiguous(geometry: Geometry, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
+    ranges = [(i, rank, start, start, stop) for i in order for rank, start, stop in geometry.ranges(i)]
     for batch in _fit(ranges, bucket_size):
         batch.sort(key=lambda piece: piece[1])
         bucket, spans, position = Bucket(sum(stop - start for *_, start, stop in batch)), [], 0
@@ -125,7 +125,7 @@ def _contiguous(layout: Layout, order: Sequence[int], bucket_size: int, fragment
             owner, begin, length = bucket.segments[-1]
             bucket.segments[-1] = (owner, begin, length + stop - start)
             bucket.blocks.setdefault(i, []).append(Block(1, stop - start, start, stop - start, position, stop - start))
-            if rank == layout.rank:
+            if rank == geometry.rank:
                 spans.append(Span(fragment_of[i, first], start - first, stop - first, position - begin))
             position += stop - start
         yield bucket, spans

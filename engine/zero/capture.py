@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.zero.buckets import make_plan
 from engine.zero.companion import Companion, Lane
+from engine.zero.geometry import reduced_once
 from engine.zero.layout import Layout, squared_norm
 
 
@@ -41,12 +42,10 @@ class Capture:
         self.layout, self.group, self.kind, self.K, self.bucket_size = layout, group, kind, accumulation, bucket_size
         self.device, self.dtype, self.in_window = device, dtype, in_window
         self.R = layout.world * accumulation
-        # The sign is the same at every micro-step when N is even, so where DeepSpeed keeps the local sum until the
-        # boundary one reduction of that sum does for all of them.
-        self.once = kind == "signed" and layout.keeps_local and layout.world % 2 == 0 and accumulation > 1
+        self.once = reduced_once(kind, keeps_local=layout.keeps_local, world=layout.world, accumulation=accumulation)
         # Backward runs roughly against the order of definition; the first backward teaches the real order.
         self.fires: dict[int, int] = {}
-        self.plan = make_plan(layout, range(len(layout.params))[::-1], bucket_size)
+        self.plan = make_plan(layout.geometry, range(len(layout.params))[::-1], bucket_size)
         self.trace: list[int] | None = []
         self.traced: list[int] | None = None
         self.checking = True
@@ -83,7 +82,7 @@ class Capture:
         if self.checking:
             self.plain = Lane(self.plan, squared=False, **options)
         lanes = [lane for lane in (self.lane, self.plain) if lane is not None]
-        self.companion = Companion(self.layout, self.plan, self.group, lanes, self.fires) if lanes else None
+        self.companion = Companion(self.layout.geometry, self.plan, self.group, lanes, self.fires) if lanes else None
 
     def sign(self, micro_step: int) -> float:
         """s[j] of this rank's micro-batch at a micro-step."""
@@ -178,7 +177,7 @@ class Capture:
             order = order.cpu()
         self.traced = None
         self.fires = {i: max(1, int(count)) for i, count in enumerate(order[1])}
-        self.plan = make_plan(self.layout, sorted(range(n), key=lambda i: int(order[0, i])), self.bucket_size)
+        self.plan = make_plan(self.layout.geometry, sorted(range(n), key=lambda i: int(order[0, i])), self.bucket_size)
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.zero.buckets import Plan, make_plan
-from engine.zero.layout import Layout
+from engine.zero.geometry import Geometry
 
 
 class Lane:
@@ -44,13 +44,15 @@ class Lane:
 class Companion:
     """Lanes that travel together, bucket by bucket, on the owners of u."""
 
-    def __init__(self, layout: Layout, plan: Plan, group: Any, lanes: Sequence[Lane], fires: dict[int, int]) -> None:
-        self.layout, self.plan, self.group, self.lanes, self.fires = layout, plan, group, list(lanes), fires
+    def __init__(
+        self, geometry: Geometry, plan: Plan, group: Any, lanes: Sequence[Lane], fires: dict[int, int]
+    ) -> None:
+        self.geometry, self.plan, self.group, self.lanes, self.fires = geometry, plan, group, list(lanes), fires
         # gloo reduces faster segment by segment than by reduce_scatter (2^24 floats, 2 ranks: 0.07 s against 0.12 s).
-        self.scatter = layout.even and layout.world > 1 and dist.get_backend(group) == "nccl"
+        self.scatter = geometry.even and geometry.world > 1 and dist.get_backend(group) == "nccl"
         if self.scatter:
             for lane in self.lanes:
-                lane.outputs = [buffer.new_empty(buffer.numel() // layout.world) for buffer in lane.buffers]
+                lane.outputs = [buffer.new_empty(buffer.numel() // geometry.world) for buffer in lane.buffers]
         self.flying: list[tuple[int, list[Any]] | None] = [None, None]
         self.broken = False
         self.turn = 0  # buckets launched before this micro-step, which decides the buffer of the next
@@ -118,7 +120,7 @@ class Companion:
         self.next += 1
 
     def _reduce(self, segments: list[tuple[int, int, int]], buffer: Tensor, output: Tensor | None) -> list[Any]:
-        if self.layout.world == 1:
+        if self.geometry.world == 1:
             return []
         if output is not None:
             return [dist.reduce_scatter_tensor(output[: segments[0][2]], buffer, group=self.group, async_op=True)]
@@ -137,7 +139,7 @@ class Companion:
             work.wait()
         bucket = self.plan.buckets[b]
         for owner, start, length in bucket.segments:
-            if owner == self.layout.rank:
+            if owner == self.geometry.rank:
                 for lane in self.lanes:
                     got = lane.outputs[slot][:length] if self.scatter else lane.buffers[slot][start : start + length]
                     lane.partition[bucket.home : bucket.home + length].add_(got)
@@ -160,13 +162,13 @@ class Companion:
         """Reduce the parameters whose gradient came too late on some rank, and add them in."""
         if not late:
             return
-        plan = make_plan(self.layout, late, bucket_size)
+        plan = make_plan(self.geometry, late, bucket_size)
         where: dict[int, list[tuple[int, int, int]]] = {}
         for fragment, start, stop, home in self.plan.spans:
             where.setdefault(fragment, []).append((start, stop, home))
         for lane in self.lanes:
             extra = Lane(plan, squared=False, dtype=torch.float32, device=lane.partition.device)
-            companion = Companion(self.layout, plan, self.group, [extra], {})
+            companion = Companion(self.geometry, plan, self.group, [extra], {})
             for i in late:
                 if i in lane.late:
                     companion.put(i, [1.0], lane.late.pop(i))

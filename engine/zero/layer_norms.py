@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.zero.layout import Fragment, layout_of, state_slice
+from engine.zero.geometry import Fragment
+from engine.zero.layout import layout_of, state_slice
 from engine.zero.support import refuse_unsupported
 from engine.zero.wrapping import Wrapped
 

@@ -1,21 +1,22 @@
 """Where every parameter's shard lives: one class per DeepSpeed wrapper behind one interface.
 
-A layout says which rank owns which range of each flattened parameter, and hands out, for the ranges this rank owns,
-the reduced gradient that DeepSpeed has ready before the optimizer step and the tensor that keys the optimizer state.
-It knows no update rule. Read off DeepSpeed 0.19.8; the first-window self-check (`window.py`) catches drift.
+A layout hands out, for the ranges that this rank owns (`geometry`), the reduced gradient that DeepSpeed has ready before
+the optimizer step and the tensor that keys the optimizer state. It knows no update rule. Read off DeepSpeed 0.19.8; the first-window self-check (`window.py`) catches drift.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from engine.zero.geometry import Chunks, Fragment, Geometry, Partitions, Replicas
+from engine.zero.loss_scale import restore_scale, saved_scale
+from engine.zero.wrapping import Wrapped
 
 
 def squared_norm(x: Tensor) -> Tensor:
@@ -37,22 +38,9 @@ def state_slice(state: Mapping[str, Any], shard: Tensor, start: int, stop: int) 
     }
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """A range of a flattened parameter that this rank owns, and where it sits in its optimizer shard."""
-
-    param: int
-    start: int
-    stop: int
-    shard: int
-    offset: int
-
-
 class Layout:
     """Interface. `params` and `group` (each parameter's param group index) are the same on every rank."""
 
-    # Every parameter is cut into N chunks of ceil(numel / N); otherwise ranges are contiguous in a flat group.
-    even = True
     # The local gradient accumulates untouched until the boundary, where DeepSpeed reduces it once.
     keeps_local = False
 
@@ -60,26 +48,10 @@ class Layout:
         self.engine, self.wrapper, self.params, self.group = engine, engine.optimizer, params, group
         self.world = dist.get_world_size(engine.seq_data_parallel_group)
         self.rank = dist.get_rank(engine.seq_data_parallel_group)
-        self.fragments = [
-            Fragment(i, start, stop, *self.place(i, start))
-            for i in range(len(params))
-            for rank, start, stop in self.ranges(i)
-            if rank == self.rank
-        ]
+        self.geometry = self._geometry([getattr(p, "ds_numel", p.numel()) for p in params])
+        self.fragments = self.geometry.fragments
 
-    def numel(self, i: int) -> int:
-        return getattr(self.params[i], "ds_numel", self.params[i].numel())
-
-    def chunk(self, i: int) -> int:
-        return math.ceil(self.numel(i) / self.world)
-
-    def ranges(self, i: int) -> list[tuple[int, int, int]]:
-        """(owner, start, stop) in ascending order, covering parameter i."""
-        size, chunk = self.numel(i), self.chunk(i)
-        return [(r, r * chunk, min(size, (r + 1) * chunk)) for r in range(self.world) if r * chunk < size]
-
-    def place(self, i: int, start: int) -> tuple[int, int]:
-        """Shard index and offset in it of a range this rank owns."""
+    def _geometry(self, numels: list[int]) -> Geometry:
         raise NotImplementedError
 
     def shard(self, fragment: Fragment) -> Tensor:
@@ -88,7 +60,7 @@ class Layout:
 
     def held(self) -> list[Fragment]:
         """The ranges whose master weights and optimizer state this rank keeps."""
-        return self.fragments
+        return self.geometry.held()
 
     def shards(self) -> dict[int, Tensor]:
         """The tensors of `held`, by number."""
@@ -134,6 +106,32 @@ class Layout:
     def loss_scale(self) -> float:
         return float(self.wrapper.loss_scale)
 
+    # The engine clips before the optimizer step at stage 0 in fp32 only; DeepSpeed's wrappers clip inside it.
+    clipped_by = 1.0
+
+    def watch_clipping(self, wrapped: Wrapped, in_window: Callable[[], bool]) -> None:
+        """Note in `clipped_by`, in windows, what g is multiplied by before the optimizer step."""
+
+    def step_with(self, update: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
+        """A step of DeepSpeed's wrapper in which the optimizer does `update` instead of its own step.
+
+        So gradients are unscaled, weights gathered and gradients cleared as in any step. The loss scale stays.
+        """
+        scaler, own = self.scaler(), vars(optimizer).get("step")
+        scale = saved_scale(scaler)
+        optimizer.step = lambda closure=None: update()
+        try:
+            type(self.wrapper).step(self.wrapper)  # the class's own: AGVM and LAMB wrap the real step only
+        finally:
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own
+        self.wrapper.zero_grad()
+        if not self.wrapper.overflow:
+            restore_scale(scaler, scale)  # its counter counts optimizer steps
+        if hasattr(self.wrapper, "_hp_optimizer_states_linked"):
+            self.wrapper._hp_optimizer_states_linked = False  # BF16_Optimizer: there was no state to link yet (0.19.8)
+
 
 class Replicated(Layout):
     """Stage 0: every rank holds everything, and each takes 1/N of every parameter for the sums."""
@@ -145,20 +143,16 @@ class Replicated(Layout):
         groups = [
             [p for p in group["params"] if p.requires_grad and p.numel()] for group in engine.optimizer.param_groups
         ]
-        self.clipped_by = 1.0
         super().__init__(
             engine, [p for group in groups for p in group], [k for k, group in enumerate(groups) for _ in group]
         )
         self.masters = self.params
 
-    def place(self, i: int, start: int) -> tuple[int, int]:
-        return i, start
+    def _geometry(self, numels: list[int]) -> Geometry:
+        return Replicas(numels, self.world, self.rank)
 
     def shard(self, fragment: Fragment) -> Tensor:
         return self.masters[fragment.param]
-
-    def held(self) -> list[Fragment]:
-        return [Fragment(i, 0, self.numel(i), i, 0) for i in range(len(self.params))]
 
     def publish(self) -> None:
         pass  # the master weights are the parameters
@@ -170,20 +164,29 @@ class Replicated(Layout):
     def factors(self, norm: float) -> tuple[float, float]:
         return 1.0, self.clipped_by
 
-    def clip(self, original: Any) -> None:
-        """Run the engine's clipping and note its factor: at stage 0 in fp32 it happens before the optimizer step."""
-        before = self._norm()
-        original()
-        self.clipped_by = self._norm() / before if before > 0 else 1.0
+    def watch_clipping(self, wrapped: Wrapped, in_window: Callable[[], bool]) -> None:
+        def clip(original: Callable[[], None]) -> None:
+            before = self._norm() if in_window() else 0.0
+            original()
+            self.clipped_by = self._norm() / before if before > 0 else 1.0
+
+        wrapped.put(self.engine, "clip_fp32_gradients", clip)
 
     def _norm(self) -> float:
         return float(sum(squared_norm(p.grad) for p in self.params if p.grad is not None)) ** 0.5
+
+    def step_with(self, update: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
+        update()  # the wrapper is the optimizer, and the weights are the model's
+        self.engine.zero_grad()
 
 
 class ReplicatedMasters(Replicated):
     """Stage 0 in bf16: FP16_UnfusedOptimizer, fp32 masters one by one beside the bf16 parameters."""
 
     needs_norm = Layout.needs_norm
+    factors = Layout.factors
+    watch_clipping = Layout.watch_clipping
+    step_with = Layout.step_with
 
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer
@@ -202,9 +205,6 @@ class ReplicatedMasters(Replicated):
     def scaler(self) -> Any:
         return self.wrapper.loss_scale_config
 
-    def factors(self, norm: float) -> tuple[float, float]:
-        return Layout.factors(self, norm)
-
     def loss_scale(self) -> float:
         return float(self.wrapper.loss_scale_config.cur_scale)
 
@@ -212,24 +212,17 @@ class ReplicatedMasters(Replicated):
 class Flat(Layout):
     """A param group is one flat tensor, padded and cut into N contiguous partitions."""
 
-    even = False
-
     def __init__(self, engine: Any, groups: list[list[Tensor]], offsets: list[list[int]], sizes: list[int]) -> None:
-        self.sizes = [int(size) for size in sizes]
-        self.position = [int(offset) for group in offsets for offset in group]
+        self._sizes = [int(size) for size in sizes]
+        self._positions = [int(offset) for group in offsets for offset in group]
         super().__init__(
             engine, [p for group in groups for p in group], [k for k, group in enumerate(groups) for _ in group]
         )
 
-    def ranges(self, i: int) -> list[tuple[int, int, int]]:
-        size, first, last = self.sizes[self.group[i]], self.position[i], self.position[i] + self.numel(i)
-        return [
-            (r, max(first, r * size) - first, min(last, (r + 1) * size) - first)
-            for r in range(first // size, (last - 1) // size + 1)
-        ]
-
-    def place(self, i: int, start: int) -> tuple[int, int]:
-        return self.group[i], self.position[i] + start - self.rank * self.sizes[self.group[i]]
+    def _geometry(self, numels: list[int]) -> Geometry:
+        return Partitions(
+            numels, self.world, self.rank, groups=self.group, positions=self._positions, sizes=self._sizes
+        )
 
 
 class ZeroOneTwo(Flat):
@@ -312,9 +305,9 @@ class Chunked(Layout):
             [wrapper.sub_group_to_group_id[k] for k, _ in self.row],
         )
 
-    def place(self, i: int, start: int) -> tuple[int, int]:
-        sub_group, offset, _ = self.position[i]
-        return sub_group, offset
+    def _geometry(self, numels: list[int]) -> Geometry:
+        homes = [(int(sub_group), int(offset)) for sub_group, offset, _ in self.position]
+        return Chunks(numels, self.world, self.rank, homes)
 
     def shard(self, fragment: Fragment) -> Tensor:
         return self.wrapper.fp32_partitioned_groups_flat[fragment.shard]

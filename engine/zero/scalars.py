@@ -30,6 +30,11 @@ def file_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if hasattr(tensor, "was_scalar") else tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter that may be partitioned: under zero.Init it is an empty shard that remembers it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 @contextlib.contextmanager
 def scalars_partitioned() -> Iterator[None]:
     """Let zero.Init partition scalar parameters as they are made."""

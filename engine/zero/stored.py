@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.zero.layout import Fragment, Layout
+from engine.zero.geometry import Fragment
+from engine.zero.layout import Layout
 
 WEIGHTS = "fp32"  # the name of master weights among the states, as in DeepSpeed's universal format
-
-# A dynamic loss scale as every wrapper's scaler keeps it, as far as it has it.
-SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class StoredShard(NamedTuple):
@@ -46,22 +44,26 @@ def stored_shards(
     return [StoredShard(flat.detach(), state.get(k, {})) for k, flat in enumerate(weights)]
 
 
+def common_state(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an optimizer's saved state: the param groups, and what DeepSpeed keeps once for all parameters."""
+    base = content.get("base_optimizer_state") or content.get("optimizer_state_dict") or content
+    sharded = (
+        "base_optimizer_state",
+        "optimizer_state_dict",
+        "single_partition_of_fp32_groups",
+        "fp32_flat_groups",
+        "fp32_groups",
+        "param_slice_mappings",
+        "state",
+    )
+    common = {key: value for key, value in content.items() if key not in sharded}
+    return {**common, "param_groups": base["param_groups"]}
+
+
 def is_partitioned(value: Any, weights: Tensor) -> bool:
     """Whether an entry of an optimizer's state belongs to the elements of a shard, and not to the shard as a whole."""
     # Saved weights come without the padding at their end, their state comes with it.
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= weights.numel() > 0
-
-
-def saved_scale(scaler: Any) -> dict[str, Any]:
-    """The state of a dynamic loss scale; a static one has none."""
-    if scaler is None or not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
-        return {}
-    return {key: getattr(scaler, key) for key in SCALER_FIELDS if hasattr(scaler, key)}
-
-
-def restore_scale(scaler: Any, saved: Mapping[str, Any]) -> None:
-    for key in saved_scale(scaler).keys() & saved.keys():
-        setattr(scaler, key, saved[key])
 
 
 @torch.no_grad()

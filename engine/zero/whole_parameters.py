@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.config.errors import ConfigError, nearest
+from engine.errors import ConfigError, nearest
 from engine.zero.scalars import file_shape
 
 
@@ -54,3 +54,18 @@ def whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, parameter.detach().view(file_shape(parameter))
         else:
             yield name, value.detach().view(file_shape(parameter))
+
+
+@torch.no_grad()
+def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Into a parameter or buffer, which may be partitioned: then all ranks call this together."""
+    if hasattr(target, "ds_id"):
+        import deepspeed
+
+        was_whole = target.ds_status.name == "AVAILABLE"
+        with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+            target.copy_(value)
+        if was_whole:  # kept on every rank, so that a rank may skip its module
+            target.all_gather([target])
+    else:
+        target.copy_(value)

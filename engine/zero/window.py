@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.zero.capture import Capture
 from engine.zero.companion import Lane
-from engine.zero.layout import Fragment, Replicated, layout_of, squared_norm, state_slice
+from engine.zero.geometry import Fragment
+from engine.zero.layout import layout_of, squared_norm, state_slice
 from engine.zero.support import check_micro_batches, note_version, refuse_unsupported
 from engine.zero.wrapping import Wrapped
 
@@ -68,8 +69,7 @@ class Attachment:
         self.wrapped = Wrapped()
         self.wrapped.put(engine.optimizer, "step", self._step)
         self.wrapped.put(engine, "allreduce_gradients", self._allreduce_gradients)
-        if type(self.layout) is Replicated:
-            self.wrapped.put(engine, "clip_fp32_gradients", self._clip)
+        self.layout.watch_clipping(self.wrapped, self._in_window)
         self.wrapped.put(engine, "save_checkpoint", self._save_checkpoint)
         self.wrapped.put(engine, "load_checkpoint", self._load_checkpoint)
         client._attachment = self
@@ -86,9 +86,6 @@ class Attachment:
     def _allreduce_gradients(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         self.capture.end_micro_step()
         return original(*args, **kwargs)
-
-    def _clip(self, original: Callable) -> None:
-        self.layout.clip(original) if self._in_window() else original()
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self._in_window():
@@ -114,8 +111,6 @@ class Attachment:
             sums = self._sums(fired, norm)
             modulator.update(step, {name: sums[k].tolist() for k, name in enumerate(self.modules)}, capture.R)
         capture.close()
-        if isinstance(layout, Replicated):
-            layout.clipped_by = 1.0
 
     def _sums(self, fired: list[bool], norm: float) -> Tensor:
         scale, companion_scale = self.layout.factors(norm)
@@ -160,10 +155,9 @@ class Attachment:
         """First window: the plain companion has to be DeepSpeed's own gradient, or the layout was read wrongly."""
         capture = self.capture
         sums = torch.zeros(len(self.client.param_groups), 2, dtype=torch.float64, device=capture.device)
-        clipped_by = self.layout.clipped_by if type(self.layout) is Replicated else 1.0
         for fragment, _, _, theirs, mine in self._slices(fired, capture.plain):
             theirs = theirs.double()
-            error = theirs - mine.to(theirs.device).double() * clipped_by
+            error = theirs - mine.to(theirs.device).double() * self.layout.clipped_by
             part = torch.stack([error.square().sum(), theirs.square().sum()])
             sums[self.layout.group[fragment.param]] += part.to(sums.device)
         sums = capture.all_reduce(sums).cpu()
@@ -183,7 +177,8 @@ class Attachment:
     def _save_checkpoint(
         self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        state = {**(client_state or {}), CLIENT_STATE_KEY: self.client.agvm_state_dict()}
+        # For a training loop of the user's own; ours hands the same entry in with the rest of its state.
+        state = {CLIENT_STATE_KEY: self.client.agvm_state_dict(), **(client_state or {})}
         return original(save_dir, tag, state, *args, **kwargs)
 
     def _load_checkpoint(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_run import merged
 
-from engine.config import UserError
+from engine.errors import UserError
 from engine.planning.dry_report import size
 from launch import train
 

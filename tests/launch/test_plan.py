@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import UserError
+from engine.errors import UserError
 from engine.planning import calibration
 from engine.planning.hardware import CARDS
 from engine.planning.image_sizes import Size

@@ -4,13 +4,14 @@ import pytest
 import torch
 from tiny_run import TINY, merged, train_tiny
 
-from engine.config import ConfigError, parse_config
 from engine.config.schema import DetectorConfig, ParamwiseConfig
-from engine.data.coco import Classes
-from engine.detector import build_detector
-from engine.mmdet_setup import import_mmdet
+from engine.data.types import Classes
+from engine.errors import ConfigError
+from engine.modeling.detector import build_detector
 from engine.optim.param_groups import param_groups
+from engine.recipes.load import parse_config
 from engine.zero.partitioned_build import initialise
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 from mmdet.structures import DetDataSample  # noqa: E402
@@ -42,7 +43,7 @@ def build(kind="retinanet", *, options=None, frozen=(), **ablation):
     name, own = CONFIGS[kind]
     torch.manual_seed(0)
     config = DetectorConfig(config=name, options={**own, **(options or {})}, ablation=ablation, frozen=list(frozen))
-    model = build_detector(config, CLASSES, "detection")
+    model = build_detector(config, CLASSES)
     initialise(model)
     return model.train()
 
@@ -277,9 +278,7 @@ def test_a_frozen_head_is_trained_through_and_has_no_module():
 def test_an_ablation_that_does_not_fit_is_refused(name, options, task, ablation, words):
     with pytest.raises(ConfigError) as caught:
         build_detector(
-            DetectorConfig(config=name, options=options, ablation=ablation),
-            PANOPTIC if task == "panoptic" else CLASSES,
-            task,
+            DetectorConfig(config=name, options=options, ablation=ablation), PANOPTIC if task == "panoptic" else CLASSES
         )
     assert words in str(caught.value) and "\n" not in str(caught.value)
 

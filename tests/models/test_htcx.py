@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from engine.config.schema import DetectorConfig
-from engine.data.coco import Classes
-from engine.detector import build_detector, model_config
-from engine.mmdet_setup import import_mmdet
+from engine.data.types import Classes
+from engine.modeling.detector import build_detector, model_config
 from engine.optim import detector_modules, module_groups
 from engine.zero.partitioned_build import initialise
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 from mmdet.registry import MODELS  # noqa: E402
@@ -32,7 +32,7 @@ def millions(module):
 
 def build(name="uninet_tiny_htcx", classes=FEW, task="instance", **options):
     torch.manual_seed(0)
-    model = build_detector(DetectorConfig(config=name, options=options), classes, task)
+    model = build_detector(DetectorConfig(config=name, options=options), classes)
     initialise(model)
     return model
 
@@ -63,7 +63,7 @@ def sample(size=(96, 128), boxes=((10, 10, 50, 60), (60, 30, 110, 90)), labels=(
 )
 def test_zoo_detectors_and_their_size(name, task, total):
     with torch.device("meta"):
-        model = build_detector(DetectorConfig(config=name), COCO, task)
+        model = build_detector(DetectorConfig(config=name), COCO)
     assert round(millions(model), 1) == total
     assert set(detector_modules(model)) == (MODULES if task == "instance" else MODULES - {"mask_head"})
     assert len(model.roi_head.bbox_head) == 3
@@ -218,7 +218,7 @@ def test_soft_nms_and_bf16():
 
 
 def test_wrong_options_are_one_sentence():
-    from engine.config.errors import ConfigError
+    from engine.errors import ConfigError
 
     for options, words in (
         ({"roi_head.bbox_head.pooling": "max"}, "pooling is one of"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.mmdet_setup import import_mmdet
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.mmdet_setup import import_mmdet
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 from mmdet.registry import MODELS  # noqa: E402
@@ -12,8 +12,8 @@ from mmdet.structures import DetDataSample  # noqa: E402
 from mmengine.structures import PixelData  # noqa: E402
 
 from engine.config.schema import DetectorConfig  # noqa: E402
-from engine.data.coco import Classes  # noqa: E402
-from engine.detector import build_detector, model_config  # noqa: E402
+from engine.data.types import Classes  # noqa: E402
+from engine.modeling.detector import build_detector, model_config  # noqa: E402
 from engine.optim.modules import detector_modules  # noqa: E402
 
 CLASSES = Classes(tuple("abcdefg"), (), tuple(range(1, 8)))
@@ -107,7 +107,7 @@ def samples(count, shape=(64, 64)):
 
 @pytest.mark.parametrize("name", ["semantic_fpn_r18", "semantic_fpn_r50", "semantic_fpn_swin_t", "tiny_semantic_fpn"])
 def test_every_backbone_trains_and_predicts(name):
-    model = build_detector(DetectorConfig(config=name), CLASSES, "semantic")
+    model = build_detector(DetectorConfig(config=name), CLASSES)
     model.init_weights()
     loss, _ = model.parse_losses(model.loss(torch.randn(2, 3, 64, 64), samples(2)))
     loss.backward()
@@ -131,7 +131,7 @@ def test_every_backbone_trains_and_predicts(name):
     ],
 )
 def test_the_papers_pipelines_build_without_a_download(name, classes, task):
-    model = build_detector(DetectorConfig(config=name), classes, task)
+    model = build_detector(DetectorConfig(config=name), classes)
     # The published sizes: 27.5 M for Swin-Tiny (with a norm for each output), 23.5 M for ResNet-50, without classifiers.
     assert sum(p.numel() for p in model.backbone.parameters()) / 1e6 == pytest.approx(
         27.5 if "swin" in name else 23.5, abs=0.03
@@ -148,6 +148,6 @@ def test_the_tiny_pipelines_take_either_resnet(name, depth, expansion):
     task = {"tiny_mask_rcnn": "instance", "tiny_panoptic_fpn": "panoptic"}.get(name, "detection")
     config = DetectorConfig(config=name, options=options)
     with torch.device("meta"):
-        model = build_detector(config, STUFF if task == "panoptic" else CLASSES, task)
+        model = build_detector(config, STUFF if task == "panoptic" else CLASSES)
         assert len(model.extract_feat(torch.empty(1, 3, 64, 64))) >= 3
     assert model_config(config, CLASSES).backbone.depth == depth

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.mmdet_setup import import_mmdet
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 from mmdet.registry import MODELS  # noqa: E402

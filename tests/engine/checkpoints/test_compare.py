@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tiny_run import merged
 
-from engine.checkpoints import CheckpointError
 from engine.checkpoints.compare import check_config, differences
-from engine.config import parse_config
+from engine.errors import CheckpointError
+from engine.recipes.load import parse_config
 
 
 def config(**changes):

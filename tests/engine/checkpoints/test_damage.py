@@ -13,10 +13,11 @@ import torch
 from test_resume_exactly import settings
 from tiny_run import train_tiny
 
-from engine.checkpoints import CheckpointError, store
-from engine.checkpoints.files import checksum, read_file, write_file
+from engine.checkpoints import store
 from engine.checkpoints.finding import find_checkpoint, newest
 from engine.checkpoints.manifest import NAME, Manifest
+from engine.errors import CheckpointError
+from engine.zero.checked_files import checksum, read_file, write_file
 
 
 @pytest.fixture(scope="module")

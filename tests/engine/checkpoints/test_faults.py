@@ -28,7 +28,7 @@ def small_disk(limit: int):
 def go_on(folder: str, policy: str, stage: int, full_on: int) -> dict | str:
     """Resume at step 4; on one rank nothing larger than 20 kB can be written."""
     from engine import distributed
-    from engine.checkpoints import SaveError
+    from engine.errors import SaveError
 
     changes = settings("AdamW", stage, run={"on_save_error": policy}, schedule={"steps": 6})
     with small_disk(20_000) if distributed.rank() == full_on else contextlib.nullcontext():
@@ -75,7 +75,7 @@ def test_a_run_that_may_go_on_without_a_checkpoint_does(ranks, saved, tmp_path):
 def without_room(policy: str) -> dict | str:
     """Not even a record fits on rank 0."""
     from engine import distributed
-    from engine.config.errors import UserError
+    from engine.errors import UserError
     from engine.monitoring.records import RecordFile
 
     write = RecordFile.write
@@ -126,9 +126,9 @@ def test_the_best_is_kept_beside_the_last(ranks):
 
 def evaluated_falling(changes: dict) -> dict:
     """Evaluations whose metric falls."""
-    from engine import training
+    from engine.train import after_step
 
-    report = training.evaluate_and_report
+    report = after_step.evaluate_and_report
 
     def falling(run, model, step, **options):
         from engine import distributed
@@ -140,8 +140,8 @@ def evaluated_falling(changes: dict) -> dict:
             records.close()
         return {"bbox_mAP": 1 / step}
 
-    training.evaluate_and_report = falling
+    after_step.evaluate_and_report = falling
     try:
         return evaluated(changes)
     finally:
-        training.evaluate_and_report = report
+        after_step.evaluate_and_report = report

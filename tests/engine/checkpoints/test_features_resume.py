@@ -127,7 +127,7 @@ def test_a_run_that_turns_to_fp16_begins_with_the_loss_scale_of_its_config(ranks
 
 def compare_shared(changes: dict) -> tuple:
     """The first convolutions of both branches of the head are one parameter."""
-    from engine.detection import Detection
+    from engine.tasks.detection import Detection
 
     build = Detection.build_model
 
@@ -145,7 +145,7 @@ def compare_shared(changes: dict) -> tuple:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_shared_parameters_stay_shared_and_are_saved_under_all_names(ranks, stage, tmp_path):
-    from engine.exporting import export_weights
+    from engine.inference.export import export_weights
 
     ours, theirs, first, second, _, folder = ranks.run(compare_shared, 2, settings("SGD", stage))[0]
     assert ours == theirs and same(first, second)
@@ -160,7 +160,7 @@ def test_shared_parameters_stay_shared_and_are_saved_under_all_names(ranks, stag
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_shared_parameters_that_are_frozen_are_exported_too(ranks, stage, tmp_path):
-    from engine.exporting import export_universal, export_weights
+    from engine.inference.export import export_universal, export_weights
 
     frozen = settings("SGD", stage, detector={"frozen": ["bbox_head.cls_convs", "bbox_head.reg_convs"]})
     ours, theirs, first, second, _, folder = ranks.run(compare_shared, 2, frozen)[0]
@@ -174,19 +174,20 @@ def test_shared_parameters_that_are_frozen_are_exported_too(ranks, stage, tmp_pa
 
 def interrupted_in_evaluation(changes: dict) -> tuple:
     """A run killed inside its evaluation at step 3: the checkpoint is there, the evaluation is not."""
-    from engine import distributed, training
+    from engine import distributed
+    from engine.train import after_step
 
     straight = train_tiny(changes)
-    report = training.evaluate_and_report
+    report = after_step.evaluate_and_report
 
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
 
     work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
-    training.evaluate_and_report = killed
+    after_step.evaluate_and_report = killed
     with contextlib.suppress(KeyboardInterrupt, UnboundLocalError):
         train_tiny(changes, work_dir=work_dir)
-    training.evaluate_and_report = report
+    after_step.evaluate_and_report = report
     broken = train_tiny(changes, work_dir=work_dir, resume="")
     # And once more from its end: nothing is computed twice.
     again = train_tiny(changes, work_dir=work_dir, resume="")
@@ -233,21 +234,21 @@ def test_an_average_that_is_switched_on_later_begins_at_the_weights_of_that_step
 
 def own_average(changes: dict) -> tuple:
     """The average of a run, and one computed by hand from the weights after every step."""
-    from engine import training
+    from engine.train import loop
     from engine.zero.whole_parameters import whole_state
 
     seen: list[dict] = []
-    record = training.step_record
+    record = loop.step_record
 
     def watch(run, step, *args, **kwargs):
         seen.append({name: value.double().clone() for name, value in whole_state(run.engine.module)})
         return record(run, step, *args, **kwargs)
 
-    training.step_record = watch
+    loop.step_record = watch
     try:
         outcome = train_tiny(changes)
     finally:
-        training.step_record = record
+        loop.step_record = record
     return outcome["folder"], seen
 
 

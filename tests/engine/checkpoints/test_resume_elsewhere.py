@@ -127,10 +127,10 @@ def moments(folder: str) -> tuple[dict, dict, dict]:
 def resave(changes: dict, folder: str) -> tuple[str, list[dict]]:
     """Load a checkpoint and save it again without a step in between; the new folder, and the optimizer's groups."""
     from engine import distributed
-    from engine.building import build_run
     from engine.checkpoints.saving import save_checkpoint
-    from engine.config import parse_config
-    from engine.work_dir import Resume
+    from engine.recipes.load import parse_config
+    from engine.train.build import build_run
+    from engine.train.work_dir import Resume
 
     work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
     run = build_run(parse_config(merged({"run": {"work_dir": work_dir}}, changes)), Resume(folder))

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import ConfigError, solve_batch
+from engine.config import solve_batch
 from engine.config.batch import KEYS
+from engine.errors import ConfigError
 
 SIZES = st.integers(1, 64)
 MAYBE = st.none() | st.just("auto") | st.integers(1, 256)

@@ -9,16 +9,11 @@ import torch
 
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.build import build_data
-from engine.data.coco import (
-    Classes,
-    DataError,
-    check_same_classes,
-    landscape_flags,
-    read_annotations,
-    read_classes,
-)
+from engine.data.coco import check_same_classes, landscape_flags, read_annotations, read_classes
 from engine.data.loader import training_loader
 from engine.data.order import SampleKey
+from engine.data.types import Classes
+from engine.errors import DataError
 
 # pycocotools 2.0.11 on numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -99,7 +94,7 @@ def instances(dataset):
 
 def test_odd_images_and_boxes_are_read_as_mmdet_reads_coco(folder):
     """Against mmdet's own CocoDataset on the same file."""
-    from engine.mmdet_setup import import_mmdet
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     from mmdet.datasets import CocoDataset

@@ -10,12 +10,13 @@ from PIL import Image
 
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.build import build_data
-from engine.data.coco import Classes, DataError
 from engine.data.loader import evaluation_loader, readable
 from engine.data.panoptic import IGNORED
 from engine.data.panoptic_map import read_ids
 from engine.data.shapes import ShapesSettings, write_shapes
 from engine.data.shapes_drawing import STUFF, THINGS
+from engine.data.types import Classes
+from engine.errors import DataError
 
 
 @pytest.fixture(scope="module")

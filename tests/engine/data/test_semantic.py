@@ -7,10 +7,11 @@ import pytest
 from PIL import Image
 
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import Classes, DataError
 from engine.data.loader import evaluation_loader, readable
 from engine.data.semantic import IGNORED, ClassMapImages, VariedCrop, read_class_map, read_class_table
 from engine.data.shapes import ADE20K_CLASSES, ShapesSettings, write_shapes
+from engine.data.types import Classes
+from engine.errors import DataError
 
 NAMES = tuple(c.name for c in ADE20K_CLASSES)
 

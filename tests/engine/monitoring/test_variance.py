@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 from PIL import Image
 
-from engine.config.errors import UserError
+from engine.errors import UserError
 from engine.monitoring.variance import by_seed, matched_end, read_variances, summary, title
 from engine.monitoring.variance_picture import draw_variance
 

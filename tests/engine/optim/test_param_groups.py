@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config import ConfigError
 from engine.config.schema import DetectorConfig, OptimizerConfig, ParamwiseConfig
-from engine.data.coco import Classes
-from engine.optim.build import build_optimizer, set_learning_rate
+from engine.data.types import Classes
+from engine.errors import ConfigError
 from engine.optim.param_groups import param_groups
+from engine.optim.registry import build_optimizer, set_learning_rate
 
 CLASSES = Classes(("a", "b"), (), (1, 2))
 SWIN = {
@@ -43,14 +43,12 @@ THIN = {"backbone.depth": 18, "backbone.base_channels": 8, "neck.in_channels": [
 
 
 def detector(config="tiny_retinanet", options=None, frozen=()):
-    from engine.mmdet_setup import import_mmdet
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
-    from engine.detector import build_detector
+    from engine.modeling.detector import build_detector
 
-    return build_detector(
-        DetectorConfig(config=config, options=options or {}, frozen=list(frozen)), CLASSES, "detection"
-    )
+    return build_detector(DetectorConfig(config=config, options=options or {}, frozen=list(frozen)), CLASSES)
 
 
 @pytest.fixture(scope="module")

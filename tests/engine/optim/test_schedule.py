@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import ConfigError
 from engine.config.schema import ScheduleConfig
+from engine.errors import ConfigError
 from engine.optim.schedule import build_schedule
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engine.config import UserError
+from engine.errors import UserError
 from engine.planning.hardware import CARDS, find_hardware
 
 

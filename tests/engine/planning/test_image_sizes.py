@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import UserError
 from engine.config.schema import DataConfig
+from engine.errors import UserError
 from engine.planning.image_sizes import ImageSizes, Size, parse_size
 
 

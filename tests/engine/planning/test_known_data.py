@@ -7,10 +7,11 @@ import json
 import pytest
 from tiny_run import merged
 
-from engine.config import UserError, parse_config
+from engine.errors import UserError
 from engine.planning.known_data import known_data
 from engine.planning.plan import Plan
-from engine.task import task_of
+from engine.recipes.load import parse_config
+from engine.tasks.registry import task_of
 
 
 def _config(**changes):

@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.gathers import Use
-from engine.planning.memory import optimizer_moments, plan_memory
-from engine.planning.partition import Parameter
-from engine.planning.settings import WindowSettings, communication_settings
+from engine.config.schema import OptimizerConfig
+from engine.optim.registry import count_moments
+from engine.planning.memory import plan_memory
+from engine.planning.settings import WindowSettings
+from engine.planning.shards import Parameter
 from engine.planning.step_trace import GradientEvent, StepTrace
+from engine.zero.recording import Use
+from engine.zero.settings import communication_settings
 
 # Three parameters of 1000, 3000 and 4000 elements, one of them frozen; gradients come in reverse.
 PARAMETERS = [
@@ -191,7 +194,8 @@ def test_more_ranks_never_need_more_memory_under_zero():
     ],
 )
 def test_moments_of_the_rules(kind, params, count):
-    assert optimizer_moments(kind, params) == count
+    config = OptimizerConfig(type=kind, params={"lr": 0.1, **params})
+    assert count_moments(config) == count
 
 
 def test_the_peak_of_a_trace_is_its_highest_point():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from traced_plan import CARD, traced_plan
 
-from engine.config import ConfigError
+from engine.errors import ConfigError
 from engine.planning import report
 from engine.planning.memory import OFFLOADS, Memory
 from engine.planning.report import Choice, choices, recommended

@@ -12,7 +12,7 @@ SIZE, OBJECTS = 128, 32  # as many objects as the tiny Mask R-CNN's sampler want
 
 
 def _config(detector: str, task: str, **changes):
-    from engine.config import parse_config
+    from engine.recipes.load import parse_config
 
     return parse_config(
         {
@@ -48,9 +48,10 @@ def test_a_linear_chain_keeps_what_backward_needs():
 
 def _real_peak(config, classes, samples) -> int:
     """Forward and backward of real tensors, gradients let go as the trace lets them go."""
-    from engine.building import build_model
+    from engine.modeling.build import build_model
+    from engine.tasks.registry import task_of
 
-    model = build_model(config, classes)
+    model = build_model(task_of(config), classes)
     with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as live:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -69,15 +70,15 @@ def _real_peak(config, classes, samples) -> int:
     ],
 )
 def test_the_traced_peak_is_the_real_one(detector, task, changes):
-    from engine.mmdet_setup import import_mmdet
-    from engine.planning.ground_truth import ground_truth
     from engine.planning.known_data import known_data, planned_classes
     from engine.planning.step_trace import trace_step
+    from engine.tasks.registry import task_of
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     config = _config(detector, task, **changes)
     classes = planned_classes(known_data(config))
-    samples = ground_truth(config.data, classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
+    samples = task_of(config).stand_ins(classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
     trace = trace_step(config, classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
     # A real RPN proposes other regions than the planned ones, so samplers take a few others.
     assert trace.peak == pytest.approx(_real_peak(config, classes, samples), rel=0.05)
@@ -99,9 +100,9 @@ def test_flops_of_a_convolution_are_counted_forward_and_backward():
 
 
 def test_recomputation_costs_a_second_forward_and_keeps_less():
-    from engine.mmdet_setup import import_mmdet
     from engine.planning.known_data import known_data, planned_classes
     from engine.planning.step_trace import trace_step
+    from models.mmdet_setup import import_mmdet
 
     import_mmdet()
     plain, again = (

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from traced_plan import CARD, traced_plan
 
-from engine.config import ConfigError, UserError, parse_config
-from engine.planning.gathers import Use
+from engine.errors import ConfigError, UserError
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
 from engine.planning.memory import OFFLOADS
 from engine.planning.plan import Plan
 from engine.planning.step_trace import Cost
 from engine.planning.time import calibrated, collective_seconds, compute_seconds, run_time, step_time
+from engine.recipes.load import parse_config
+from engine.zero.recording import Use
 
 
 def test_an_operator_takes_the_longest_of_launch_arithmetic_and_memory():

@@ -7,10 +7,12 @@ import pytest
 from tiny_run import merged
 
 from benchmarks.traffic_against_measured import measured_and_predicted
-from engine.config.errors import ConfigError
-from engine.planning.partition import Parameter
-from engine.planning.settings import AGVM_BUCKET, WindowSettings, communication_settings, window_settings
+from engine.errors import ConfigError
+from engine.optim.agvm import BUCKET_SIZE
+from engine.planning.settings import WindowSettings, window_settings
+from engine.planning.shards import Parameter
 from engine.planning.traffic import SyncedNorm, sent_bytes, step_calls, step_sent, step_traffic
+from engine.zero.settings import communication_settings
 
 SGD, ADAMW, PLAIN = "AGVMSGD", "AGVMAdamW", "SGD"
 SMALL_BUCKETS = {"reduce_bucket_size": 20000}
@@ -199,7 +201,7 @@ def test_what_a_ring_sends():
 def test_settings_have_the_defaults_of_those_who_own_them():
     from engine.optim import AGVMSGD
 
-    assert inspect.signature(AGVMSGD.attach).parameters["bucket_size"].default == AGVM_BUCKET
+    assert inspect.signature(AGVMSGD.attach).parameters["bucket_size"].default == BUCKET_SIZE
     assert window_settings("AdamW", {}) is None and window_settings(ADAMW, {}).kind == "signed"
     assert window_settings(SGD, {"estimator": "replicas", "bucket_size": 9}) == WindowSettings("norms", 9)
     assert window_settings(ADAMW, {"estimator": "replicas"}).kind == "squared"
@@ -208,7 +210,7 @@ def test_settings_have_the_defaults_of_those_who_own_them():
 @pytest.mark.parametrize(
     "deepspeed, words",
     [
-        (zero(2, reduce_bucket_size=-1), "does not accept zero_optimization.reduce_bucket_size"),
+        (zero(2, reduce_bucket_size=-1), 'does not accept "reduce_bucket_size" in zero_optimization'),
         (zero(3, zero_quantized_weights=True), "with zero_optimization.zero_quantized_weights is not known"),
         ({**zero(2), "torch_autocast": {"enabled": True}}, "with torch_autocast is not known"),
     ],

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from engine.config import parse_config
 from engine.config.schema import DetectorConfig
-from engine.data.coco import Classes
-from engine.detector import build_detector, model_config
-from engine.mmdet_setup import import_mmdet
+from engine.data.types import Classes
+from engine.modeling.detector import build_detector, model_config
 from engine.optim import detector_modules
 from engine.recipes import recipe_names
+from engine.recipes.load import parse_config
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 
@@ -33,7 +33,7 @@ def test_a_recipes_detector_has_the_papers_modules(model, recipe):
     config = parse_config({"recipe": recipe, "train_batch_size": 64, "data": {"root": "x"}})
     classes = {"panoptic": PANOPTIC, "semantic": ADE20K}.get(config.data.task, COCO)
     with torch.device("cpu" if "swin" in model else "meta"):  # Swin asks its drop-path rates of a tensor
-        detector = build_detector(config.detector, classes, config.data.task)
+        detector = build_detector(config.detector, classes)
     backbone = next(name for name in PARAMETERS if model.endswith(name))
     assert sum(p.numel() for p in detector.backbone.parameters()) / 1e6 == pytest.approx(PARAMETERS[backbone], abs=0.1)
     pipeline = next(name for name in MODULES if model.startswith(name))
@@ -43,7 +43,7 @@ def test_a_recipes_detector_has_the_papers_modules(model, recipe):
 def test_semantic_fpn_on_swin_is_the_zoos():
     config = parse_config({"recipe": "semantic_fpn_swin_t_adamw", "train_batch_size": 8, "data": {"root": "x"}})
     recipe, zoo = (
-        build_detector(detector, ADE20K, "semantic").state_dict()
+        build_detector(detector, ADE20K).state_dict()
         for detector in (config.detector, DetectorConfig(config="semantic_fpn_swin_t"))
     )
     assert {name: value.shape for name, value in recipe.items()} == {name: value.shape for name, value in zoo.items()}

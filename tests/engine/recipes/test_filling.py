@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ConfigError, parse_config
 from engine.config.load import apply_override
-from engine.config.recipe import explain, fill_recipe
+from engine.errors import ConfigError
 from engine.recipes import find_recipe, recipe_names
+from engine.recipes.filling import explain, fill_recipe
+from engine.recipes.load import parse_config
 
 SMALLEST = {"recipe": "faster_rcnn_r50_agvm_sgd", "train_batch_size": 256, "data": {"root": "coco"}}
 

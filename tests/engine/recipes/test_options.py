@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from engine.config import parse_config
-from engine.config.recipe import explain
-from engine.config.recipe_options import lay_under
-from engine.data.coco import Classes
-from engine.detector import model_config
-from engine.mmdet_setup import import_mmdet
+from engine.data.types import Classes
+from engine.modeling.detector import model_config
+from engine.recipes.filling import explain
+from engine.recipes.load import parse_config
+from engine.recipes.options import lay_under
+from models.mmdet_setup import import_mmdet
 
 import_mmdet()
 

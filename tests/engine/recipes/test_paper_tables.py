@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import ds_configs
-from engine.config import load_config
 from engine.config.load import load_json
-from engine.config.recipe import fill_recipe
 from engine.config.schema import OptimizerConfig, ScheduleConfig
 from engine.optim.schedule import build_schedule
 from engine.recipes import find_recipe, recipe_names
+from engine.recipes.filling import fill_recipe
+from engine.recipes.load import load_config
 
 COCO = 117_266
 ADE20K = 20_210
@@ -258,7 +258,8 @@ def test_there_is_one_small_file_for_every_row():
 
 @pytest.mark.parametrize("recipe, batch", sorted(ROWS))
 def test_every_row_loads_and_runs_on_the_papers_gpus(recipe, batch):
-    from engine.config import parse_config, solve_batch
+    from engine.config import solve_batch
+    from engine.recipes.load import parse_config
 
     config = load_config(f"paper/{recipe}_{batch}")
     assert config.name == f"{recipe}_{batch}" and parse_config(config.to_json()) == config

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from engine.config import ConfigError
+from engine.errors import ConfigError
 from engine.study.grid import (
     Study,
     Trial,

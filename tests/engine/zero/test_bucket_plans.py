@@ -1,46 +1,19 @@
 """Plans move every element of every gradient to its owner, for any sizes, world and bucket size."""
 
-from types import SimpleNamespace
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.zero.buckets import make_plan
-from engine.zero.layout import Flat, Fragment, Layout
+from engine.zero.geometry import Replicas, Sharding
 
 
-class EvenLayout(Layout):
-    def __init__(self, sizes, world, rank):
-        self.params = [SimpleNamespace(numel=lambda n=n: n) for n in sizes]
-        self.world, self.rank, self.group = world, rank, [0] * len(sizes)
-        self.finish()
-
-    def finish(self):
-        self.fragments = [
-            Fragment(i, start, stop, *self.place(i, start))
-            for i in range(len(self.params))
-            for rank, start, stop in self.ranges(i)
-            if rank == self.rank
-        ]
-
-    def numel(self, i):
-        return self.params[i].numel()
-
-    def place(self, i, start):
-        return i, start
+def chunks(sizes, world, rank):
+    return Replicas(sizes, world, rank)
 
 
-class FlatLayout(EvenLayout):
-    even = False
-
-    def __init__(self, sizes, world, rank):
-        total = sum(sizes)
-        self.sizes = [-(-total // (2 * world)) * 2]
-        self.position = [sum(sizes[:k]) for k in range(len(sizes))]
-        super().__init__(sizes, world, rank)
-
-    ranges, place = Flat.ranges, Flat.place
+def partitions(sizes, world, rank):
+    return Sharding(stage=2, world=world).geometry(sizes, [0] * len(sizes), rank)
 
 
 @settings(max_examples=150, deadline=None)
@@ -48,7 +21,7 @@ class FlatLayout(EvenLayout):
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     world=st.integers(1, 7),
     bucket_size=st.integers(1, 60),
-    kind=st.sampled_from([EvenLayout, FlatLayout]),
+    kind=st.sampled_from([chunks, partitions]),
     seed=st.integers(0, 1000),
 )
 def test_every_element_reaches_its_owner_and_no_bucket_is_too_large(sizes, world, bucket_size, kind, seed):

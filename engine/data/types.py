@@ -1,0 +1,40 @@
+"""What the rest of the engine knows of a data set: its classes, and its splits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine.config.schema import SplitConfig
+
+
+class Classes(NamedTuple):
+    """Class names in label order, and how the file names them."""
+
+    things: tuple[str, ...]
+    stuff: tuple[str, ...]
+    category_ids: tuple[int, ...]  # things first, then stuff
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.things + self.stuff
+
+    def to_meta(self) -> dict[str, Any]:
+        """As weight files carry them, under mmdet's names; ids are ours."""
+        meta = dict(classes=list(self.all), category_ids=list(self.category_ids))
+        return meta | (dict(thing_classes=list(self.things), stuff_classes=list(self.stuff)) if self.stuff else {})
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> Classes:
+        """Of a weight file that names its classes. One of mmdet has no ids."""
+        names = tuple(meta["classes"])
+        things = len(names) - len(meta.get("stuff_classes", ()))
+        return cls(names[:things], names[things:], tuple(meta.get("category_ids", range(1, len(names) + 1))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    dataset: Any
+    content: dict[str, Any]  # the annotation file as it stands, for scoring; empty where the data set knows the labels
+    files: SplitConfig

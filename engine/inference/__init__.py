@@ -1,0 +1,1 @@
+"""Trained models: loaded from a checkpoint, scored, run on images, exported."""

@@ -1,0 +1,36 @@
+"""Run a loaded model on images without annotations."""
+
+from __future__ import annotations
+
+import glob
+from functools import partial
+from pathlib import Path
+
+from engine import distributed
+from engine.data.classification import IMAGE_SUFFIXES
+from engine.errors import DataError
+from engine.inference.load import Loaded, predict_images
+from engine.tasks.detection import SCORE_SHOWN
+
+
+def find_images(source: str) -> list[Path]:
+    """An image, a folder (its images, not deeper) or a glob, in the order of their names."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = [p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]
+    elif path.is_file():
+        found = [path]
+    else:
+        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).suffix.lower() in IMAGE_SUFFIXES]
+    if not found:
+        raise DataError(
+            f"{source} is no image, no folder with images and no pattern that finds one ({', '.join(IMAGE_SUFFIXES)})"
+        )
+    return sorted(found)
+
+
+def infer(loaded: Loaded, source: str, out: Path, *, threshold: float = SCORE_SHOWN) -> None:
+    """Run the model on images and write what it finds to `out`."""
+    with distributed.together():
+        paths = find_images(source)
+    loaded.task.infer(partial(predict_images, loaded), loaded.classes, paths, out, threshold=threshold)

@@ -1,0 +1,77 @@
+"""A trained model from a weight file or a checkpoint folder, ready to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from engine import distributed
+from engine.checkpoints.reading import read_weights
+from engine.config import RunConfig
+from engine.config.load import apply_override
+from engine.data.types import Classes
+from engine.errors import ConfigError
+from engine.modeling.precision import Precision
+from engine.modeling.preprocessing import Preprocessor
+from engine.modeling.weights import WeightsError, fit_weights
+from engine.recipes.load import load_config, parse_config
+from engine.tasks.base import Prediction, Task
+from engine.tasks.predicting import predict
+from engine.tasks.registry import task_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    model: nn.Module
+    preprocess: Preprocessor
+    config: RunConfig
+    task: Task
+    classes: Classes
+    precision: Precision = Precision()
+
+
+def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[str], *, ema: bool = False) -> Loaded:
+    """The model of a weight file or checkpoint folder. One of ours carries its config; any other needs
+    `--deepspeed_config`."""
+    tensors, meta = read_weights(checkpoint, ema=ema)
+    if config_name is not None:
+        config = load_config(config_name, overrides)
+    elif isinstance(meta.get("config"), dict):
+        data = meta["config"]
+        for override in overrides:
+            apply_override(data, override)
+        config = parse_config(data)
+    else:
+        raise ConfigError(f"weight file {checkpoint} does not say how its detector is built: give --deepspeed_config")
+    task = task_of(config)
+    known = meta.get("dataset_meta") if isinstance(meta.get("dataset_meta"), dict) else {}
+    if known.get("classes"):
+        classes = Classes.from_meta(known)
+    else:
+        classes = task.read_classes()
+    model = task.build_model(classes)
+    report = fit_weights(model, tensors, checkpoint, drop_mismatched=False)
+    if report.missing:
+        raise WeightsError(f"{report}: it is not a checkpoint of this detector")
+    device = distributed.device()
+    model = model.to(device).eval()
+    return Loaded(
+        model=model, preprocess=Preprocessor(model, device, Precision()), config=config, task=task, classes=classes
+    )
+
+
+def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[Prediction]:
+    """This rank's share of the predictions."""
+    return predict(
+        loaded.model,
+        loaded.preprocess,
+        loaded.precision,
+        dataset,
+        batch=loaded.config.run.eval_batch_size,
+        workers=workers,
+        as_numbers=partial(loaded.task.as_numbers, classes=loaded.classes),
+    )

@@ -1,0 +1,83 @@
+"""Test-time augmentation: every image at several scales and mirrored, boxes merged as mmdet's DetTTAModel does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from engine.config.schema import RunConfig
+from engine.data.types import Split
+from engine.errors import ConfigError
+from engine.modeling.detector import config_path
+from engine.modeling.preprocessing import Preprocessor
+
+# Where the detector's config names no other.
+DEFAULT = dict(nms=dict(type="nms", iou_threshold=0.5), max_per_img=100)
+_META = ("img_id", "img_path", "ori_shape", "img_shape", "scale_factor", "flip", "flip_direction")
+
+
+def parse_scales(texts: Sequence[str], default: Sequence[int]) -> list[tuple[int, int]]:
+    """`1600x1200` as (longer, shorter); the config's own scale where none is given."""
+    scales = []
+    for text in texts:
+        parts = text.lower().split("x")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) >= 16 for part in parts):
+            raise ConfigError(f"--tta takes scales such as 1600x1200 (longer and shorter side), got {text!r}")
+        scales.append((int(parts[0]), int(parts[1])))
+    return scales or [(default[0], default[1])]
+
+
+def show_views(split: Split, scales: Sequence[tuple[int, int]]) -> None:
+    """Let the split's data set give every image in all views: each scale as it is and mirrored."""
+    from mmengine.dataset import Compose
+
+    split.dataset.pipeline = Compose(
+        [
+            dict(type="LoadImageFromFile", backend_args=None),
+            dict(
+                type="TestTimeAug",
+                transforms=[
+                    [dict(type="Resize", scale=scale, keep_ratio=True) for scale in scales],
+                    [dict(type="RandomFlip", prob=0.0), dict(type="RandomFlip", prob=1.0)],
+                    [dict(type="PackDetInputs", meta_keys=_META)],
+                ],
+            ),
+        ]
+    )
+
+
+class ViewPreprocessor:
+    """Preprocesses view by view: the first view of all images of the batch, then the second, ..."""
+
+    def __init__(self, preprocess: Preprocessor) -> None:
+        self.preprocess = preprocess
+
+    def __call__(self, batch: dict[str, Any], *, training: bool) -> tuple[list[Any], None]:
+        count = len(batch["inputs"][0])
+        return [
+            self.preprocess({key: [views[k] for views in values] for key, values in batch.items()}, training=training)
+            for k in range(count)
+        ], None
+
+
+class MergedViews(nn.Module):
+    """Predicts every view and merges their boxes. mmdet merges no masks, so a mask head is left out."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        super().__init__()
+        from mmdet.models.test_time_augs import DetTTAModel
+        from mmengine.config import Config, ConfigDict
+
+        if getattr(model, "with_mask", False):
+            if not hasattr(model, "roi_head"):
+                raise ConfigError(f"--tta merges boxes, and {type(model).__name__} finds masks without regions")
+            model.roi_head.mask_head = None
+        own = Config.fromfile(str(config_path(config.detector.config))).get("tta_model")
+        self.model = model
+        self.merge = DetTTAModel(module=model, tta_cfg=ConfigDict(own.tta_cfg if own is not None else DEFAULT))
+
+    def predict(self, views: Sequence[Any], _: None) -> list[Any]:
+        predictions = [self.model.predict(images, samples) for images, samples in views]
+        return self.merge.merge_preds(list(zip(*predictions)))

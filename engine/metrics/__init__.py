@@ -1,1 +1,0 @@
-"""Scores of segmentation, computed from small tables per image that ranks gather instead of maps."""

@@ -1,0 +1,64 @@
+"""The model of a run, ready for DeepSpeed: built, initialised, and converted to what the run asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import nn
+
+from engine.config import RunConfig
+from engine.data.types import Classes
+from engine.errors import ConfigError
+from engine.modeling.precision import Precision, loss_in_fp32
+from engine.modeling.recompute import checkpoint_blocks
+from engine.randomness import BUILD, seed_all
+from engine.zero.partitioned_build import initialise, partitioned
+from engine.zero.scalars import give_dimensions
+from models.batch_norm import convert_batch_norm
+
+
+class ModelBuilder(Protocol):
+    """The part of a task that is needed here."""
+
+    config: RunConfig
+
+    def build_model(self, classes: Classes) -> nn.Module: ...
+
+    def build_preprocessor(self, classes: Classes) -> nn.Module: ...
+
+
+def build_model(
+    task: ModelBuilder,
+    classes: Classes,
+    *,
+    empty: bool = False,
+    load: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """The model of a task's config, initialised from the run's seed.
+
+    `empty` leaves the weights to the caller. `load` is called on the initialised model and may replace them.
+    """
+    config = task.config
+    detector, precision = config.detector, Precision.of(config.deepspeed)
+    seed_all(config.run.seed, BUILD)
+    with partitioned(dict(config.deepspeed)) if detector.zero_init else contextlib.nullcontext():
+        model = task.build_model(classes)
+    model.data_preprocessor = task.build_preprocessor(classes)  # outside zero.Init, which would round its means
+    seed_all(config.run.seed, BUILD, 1)  # zero.Init draws numbers of its own while building
+    if not empty:
+        initialise(model)
+    if load is not None:
+        load(model)
+    give_dimensions(model)
+    if detector.sync_bn or precision.half:
+        try:
+            convert_batch_norm(model, synchronise=detector.sync_bn)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    if precision.half:
+        loss_in_fp32(model)
+    if detector.checkpoint_activations:
+        checkpoint_blocks(model, detector.checkpoint_activations)
+    return model.train()

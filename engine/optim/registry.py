@@ -1,0 +1,113 @@
+"""The optimizers by name, and from the JSON's optimizer block to one of them.
+
+A new optimizer is one file with a subclass of `Rule` and one line in `OURS`. What others ask of it (whether it is
+modulated, which sums it needs, how much state it keeps) they ask of its class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config.schema import OptimizerConfig
+from engine.errors import ConfigError, nearest
+from engine.optim.agvm_adamw import AGVMAdamW
+from engine.optim.agvm_layerwise import AGVMLAMB, AGVMLARS
+from engine.optim.agvm_sgd import AGVMSGD
+from engine.optim.lamb import LAMB, PMDLAMB
+from engine.optim.lars import LARS
+from engine.optim.param_groups import param_groups
+from engine.optim.rule import Rule
+
+OURS: dict[str, type[Rule]] = {
+    rule.__name__: rule for rule in (AGVMAdamW, AGVMSGD, AGVMLAMB, AGVMLARS, LAMB, LARS, PMDLAMB)
+}
+# ZeRO hands an optimizer flat pieces of many parameters: a rule that looks at whole matrices or calls back is wrong there.
+_NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer")
+
+
+def find_rule(name: str) -> type[torch.optim.Optimizer]:
+    """The optimizer's class; ConfigError where there is none of this name that works on flat shards."""
+    if name in OURS:
+        return OURS[name]
+    known = [
+        n
+        for n, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and n not in _NOT_ELEMENTWISE
+    ]
+    if name in known:
+        return getattr(torch.optim, name)
+    names = (*OURS, *sorted(known))
+    if name in _NOT_ELEMENTWISE:
+        raise ConfigError(f"optimizer {name} cannot work on ZeRO's flat shards: use one of {', '.join(names)}")
+    raise ConfigError(f'optimizer.type "{name}" is none of {", ".join(names)}{nearest(name, names)}')
+
+
+def is_modulated(name: str) -> bool:
+    """Whether the optimizer is one of AGVM's."""
+    return name in OURS and OURS[name].modulated
+
+
+def sums_per_layer(name: str) -> int:
+    """How many sums a layer-wise rule needs of every layer before a step; 0 for the others."""
+    return OURS[name].sums_per_layer if name in OURS else 0
+
+
+def count_moments(config: OptimizerConfig) -> int:
+    """How many tensors of a parameter's size the optimizer keeps: those that one step on two numbers leaves."""
+    parameter = nn.Parameter(torch.zeros(2, device="cpu"))
+    parameter.grad = torch.ones(2, device="cpu")
+    model = nn.ParameterDict({"backbone": parameter})
+    optimizer = build_optimizer(
+        config.model_copy(update={"paramwise": type(config.paramwise)(), "params": _without_modules(config.params)}),
+        model,
+        warmup_steps=0,
+    )
+    optimizer.step()
+    state = optimizer.state.get(parameter, {})
+    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())
+
+
+def _without_modules(params: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in ("modules", "anchor")}
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: int) -> torch.optim.Optimizer:
+    options = dict(config.params)
+    lr = options.get("lr")
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 <= lr < float("inf"):
+        raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {lr!r}")
+    rule = find_rule(config.type)
+    weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
+    modulated = is_modulated(config.type)
+    modules = options.pop("modules", None) if modulated else None
+    if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
+        raise ConfigError(
+            "optimizer.params.modules must give each module's name a list of prefixes, such as "
+            f'{{"neck": ["neck"]}}, got {modules!r}'
+        )
+    groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
+    if modulated:
+        options.pop("bucket_size", None)  # a setting of `attach`, not of the rule
+        if options.setdefault("start_step", "warmup") == "warmup":
+            options["start_step"] = warmup_steps
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    try:
+        return rule(groups, **options)
+    except (IndexError, OverflowError, TypeError, ValueError) as error:  # torch indexes `betas` before it looks at them
+        raise ConfigError(f"optimizer {config.type} does not take these params ({error})") from None
+
+
+def _default(rule: Any, option: str, otherwise: float) -> float:
+    # A rule that only adds to another passes the other's options on.
+    found = [inspect.signature(kind.__init__).parameters.get(option) for kind in rule.__mro__]
+    return next((p.default for p in found if p is not None and p.default is not inspect.Parameter.empty), otherwise)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Every group's lr is its base times the schedule's factor, whichever group ZeRO has made of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor

@@ -1,0 +1,87 @@
+"""Sharpness-aware minimisation over any optimizer: two passes over the micro-batches of an optimizer step.
+
+    e = rho g / |g|       g the gradient of the whole batch at w, |g| over all parameters and ranks
+    the optimizer's step at w, with the gradient at w + e
+
+The climb to w + e is a step of DeepSpeed's own wrapper in which the optimizer adds e instead of its update: so gradients
+are unscaled, weights gathered and gradients cleared as in any step, at every stage and precision. The master weights are
+copied before it and copied back before the real step, to the bit; that costs one more copy of this rank's share of them
+(4 bytes a parameter, divided by the ranks at stages 1 to 3). The working weights follow in the real step, which gathers
+them anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.optim.agvm import AGVMOptimizer
+from engine.zero.layout import Layout
+from engine.zero.support import refuse_unsupported
+
+
+class SharpnessAware:
+    """`keep` before each micro-batch of the first pass, `step` after its backward, in the place of the engine's.
+
+    Both passes see the same samples, augmented once. What a forward pass leaves in buffers, such as batch-norm
+    statistics, is that of the first pass. AGVM measures in the second pass, whose gradient is the step's.
+    """
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, layout: Layout, rho: float) -> None:
+        refuse_unsupported(engine, "SAM")
+        self.engine, self.optimizer, self.layout, self.rho = engine, optimizer, layout, rho
+        self._batches: list[Any] = []
+
+    def keep(self, batch: Any) -> Any:
+        """Keep a micro-batch for the second pass; go forward with what this returns: a model may change its input."""
+        self._measure_variance(False)
+        self._batches.append(batch)
+        return copy.deepcopy(batch)
+
+    def step(self, again: Callable[[int, Any], int]) -> int:
+        """Count a micro-step; behind the last one climb, call `again` with each micro-batch's number and itself, and
+        let the optimizer step. What `again` returns is added up."""
+        engine, total = self.engine, 0
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+            return total
+        weights = {k: shard.detach().clone() for k, shard in self.layout.shards().items()}
+        buffers = [buffer.clone() for buffer in engine.module.buffers()]
+        self._climb()
+        engine.micro_steps -= len(self._batches) - 1
+        self._measure_variance(True)
+        for k, batch in enumerate(self._batches):
+            total += again(k, batch)
+            if k == len(self._batches) - 1:
+                with torch.no_grad():
+                    for i, shard in self.layout.shards().items():
+                        shard.copy_(weights.pop(i))
+                    for buffer, before in zip(engine.module.buffers(), buffers):
+                        buffer.copy_(before)
+            engine.step()
+        self._batches = []
+        if not engine.was_step_applied():  # an overflow: the working weights are still at w + e
+            self.layout.publish()
+        return total
+
+    def _measure_variance(self, allowed: bool) -> None:
+        if isinstance(self.optimizer, AGVMOptimizer):
+            self.optimizer.modulator.paused = not allowed
+
+    @torch.no_grad()
+    def _climb(self) -> None:
+        """w to w + e, and the first pass's gradients forgotten. One not finite, or zero, leaves w where it is."""
+        norm = self.layout.gradient_norm()
+        length = norm * self.layout.factors(norm)[0]  # in the units of the step
+        alpha = self.rho / length if 0 < length < float("inf") else None
+
+        def climb() -> None:
+            groups = self.optimizer.param_groups
+            for p in (p for group in groups for p in group["params"] if p.grad is not None):
+                if alpha is not None:
+                    p.add_(p.grad, alpha=alpha)
+
+        self.layout.step_with(climb, self.optimizer)

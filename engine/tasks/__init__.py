@@ -1,0 +1,1 @@
+"""What detection, instance, panoptic and semantic segmentation, and classification do differently."""

@@ -1,0 +1,83 @@
+"""What a task has to say for itself. Everything else is the same loop for all tasks.
+
+A new task is one file with a subclass of `Task`, one line in `engine.tasks.registry`, and its name in the schema.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from engine.config import RunConfig
+from engine.data.types import Classes, Split
+
+# One image's prediction: numbers by name, the image's own under `image_id`.
+Prediction = dict[str, Any]
+# Predict on a data set: this rank's share of the predictions.
+Predict = Callable[[Any], list[Prediction]]
+
+
+class UsualData(NamedTuple):
+    """The public data set that a task is usually trained on, for plans made where no data is."""
+
+    train: int
+    val: int
+    things: int
+    stuff: int
+    source: str
+
+
+class Task(ABC):
+    """The task of a run."""
+
+    usual_data: ClassVar[UsualData]
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def build_data(self) -> tuple[Split, Split, Classes]:
+        """The training and the validation split, and their classes."""
+
+    @abstractmethod
+    def build_split(self, name: str, classes: Classes) -> Split:
+        """One split as it is evaluated, for a model that knows `classes`."""
+
+    @abstractmethod
+    def read_classes(self) -> Classes:
+        """The classes of the validation split, for weight files that do not name theirs."""
+
+    @abstractmethod
+    def build_model(self, classes: Classes) -> nn.Module:
+        """The model, possibly under zero.Init, before `init_weights`."""
+
+    @abstractmethod
+    def build_preprocessor(self, classes: Classes) -> nn.Module:
+        """The module that turns the loader's samples into a batch; it is built outside zero.Init."""
+
+    @abstractmethod
+    def as_numbers(self, output: Any, classes: Classes) -> Prediction:
+        """Convert the model's output for one image to a small dictionary. Ranks gather these, so keep scores instead of
+        full maps where possible."""
+
+    @abstractmethod
+    def write_scores(
+        self, folder: Path, predictions: Sequence[Prediction], split: Split, classes: Classes, *, table: bool
+    ) -> dict[str, float]:
+        """Write `eval.json` and the results to a folder, print a table if asked, and return the metrics."""
+
+    @abstractmethod
+    def draw_predictions(self, path: Path, predictions: Sequence[Prediction], split: Split, classes: Classes) -> None:
+        """Draw `run.draw` predictions beside the ground truth."""
+
+    @abstractmethod
+    def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
+        """Predict on images without annotations, and write what was found."""
+
+    @abstractmethod
+    def stand_ins(self, classes: Classes, *, micro: int, height: int, width: int, objects: int) -> list[Any]:
+        """Made-up data samples of one micro-batch, always the same, for a step that is only planned."""

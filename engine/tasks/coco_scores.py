@@ -1,0 +1,144 @@
+"""AP of boxes and masks: results in COCO's form, scored by pycocotools or faster-coco-eval, as JSON and as a table."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.data.types import Classes
+from engine.errors import UserError
+from engine.files import EVAL, write_json
+
+_SUFFIXES = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")  # mmdet's names, in COCOeval's order
+
+
+def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[int], *, masks: bool) -> list[dict]:
+    """Predictions as COCO's results format has them: x, y, w, h and the file's own category ids."""
+    results = []
+    for prediction in predictions:
+        for index, (box, score, label) in enumerate(
+            zip(prediction["boxes"], prediction["scores"], prediction["labels"])
+        ):
+            x1, y1, x2, y2 = (float(v) for v in box)
+            entry: dict[str, Any] = dict(
+                image_id=prediction["image_id"],
+                category_id=category_ids[label],
+                score=float(score),
+                bbox=[x1, y1, x2 - x1, y2 - y1],
+            )
+            if masks:
+                rle = prediction["masks"][index]
+                entry.pop("bbox")
+                entry["segmentation"] = dict(size=[int(v) for v in rle["size"]], counts=rle["counts"].decode())
+            results.append(entry)
+    return results
+
+
+def score(
+    content: dict[str, Any], results: dict[str, list[dict]], classes: Classes, category_ids: Sequence[int], backend: str
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Flat metrics under mmdet's names, and AP and AP50 per class for the table. `results` by kind: bbox, segm."""
+    COCO, COCOeval = coco_backend(backend)
+    truth = dict(
+        content,
+        annotations=[
+            {"id": number, "iscrowd": 0, **annotation, "area": annotation.get("area", _box_area(annotation))}
+            for number, annotation in enumerate(content["annotations"], 1)
+        ],
+    )
+    metrics: dict[str, float] = {}
+    per_class: dict[str, dict[str, float]] = {}
+    with contextlib.redirect_stdout(io.StringIO()):  # both backends print as they go
+        coco = COCO()
+        coco.dataset = truth
+        coco.createIndex()
+        for kind, found in results.items():
+            if not found:
+                # COCOeval cannot load an empty list; what was not found has AP 0.
+                metrics.update({f"{kind}_{suffix}": 0.0 for suffix in _SUFFIXES})
+                per_class[kind] = {}
+                continue
+            evaluation = COCOeval(coco, coco.loadRes(found), kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            metrics.update({f"{kind}_{suffix}": float(value) for suffix, value in zip(_SUFFIXES, evaluation.stats)})
+            precision = evaluation.eval["precision"]  # IoU x recall x class x area x detections
+            order = {category: k for k, category in enumerate(evaluation.params.catIds)}
+            per_class[kind] = {}
+            for name, category in zip(classes.things, category_ids):
+                values = precision[:, :, order[category], 0, -1]
+                values = values[values > -1]
+                per_class[kind][name] = float(values.mean()) if values.size else float("nan")
+    return metrics, per_class
+
+
+def _box_area(annotation: dict[str, Any]) -> float:
+    return annotation["bbox"][2] * annotation["bbox"][3] if "bbox" in annotation else 0.0
+
+
+def coco_backend(name: str) -> tuple[Any, Any]:
+    """The COCO and COCOeval classes of the chosen backend (pycocotools or faster-coco-eval)."""
+    if name == "pycocotools":
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+
+        return COCO, COCOeval
+    try:
+        from faster_coco_eval import COCO, COCOeval_faster
+    except ImportError:
+        raise UserError(
+            "run.eval_backend is faster-coco-eval, which is not installed: "
+            "pip install faster-coco-eval, or use pycocotools"
+        ) from None
+    return COCO, COCOeval_faster
+
+
+def category_ids_for(classes: Classes, content: dict[str, Any]) -> list[int]:
+    """This file's category id of every class, by name: two files may number the same classes differently."""
+    by_name = {category["name"]: category["id"] for category in content["categories"]}
+    return [by_name[name] for name in classes.things]
+
+
+def write_scores(
+    folder: Path,
+    predictions: Sequence[dict[str, Any]],
+    content: dict[str, Any],
+    classes: Classes,
+    *,
+    masks: bool,
+    backend: str,
+    table: bool,
+) -> dict[str, float]:
+    """`eval.json` and `results.*.json` in a folder, and the table on the screen."""
+    ids = category_ids_for(classes, content)
+    results = {"bbox": coco_results(predictions, ids, masks=False)}
+    if masks:
+        results["segm"] = coco_results(predictions, ids, masks=True)
+    for kind, entries in results.items():  # before scoring, for COCOeval adds keys of its own to them
+        write_json(folder / f"results.{kind}.json", entries)
+    metrics, per_class = score(content, results, classes, ids, backend)
+    write_json(folder / EVAL, metrics, indent=2)
+    if table:
+        print(result_table(metrics, per_class), flush=True)
+    return metrics
+
+
+def result_table(metrics: dict[str, float], per_class: dict[str, dict[str, float]]) -> str:
+    kinds = list(per_class)
+    columns = _SUFFIXES
+    lines = ["", f"{'':12}" + "".join(f"{c:>9}" for c in columns)]
+    for kind in kinds:
+        lines.append(f"{kind:12}" + "".join(f"{_number(metrics[f'{kind}_{c}']):>9}" for c in columns))
+    for kind in kinds:
+        if per_class[kind]:
+            cells = [f"{name} {_number(value)}" for name, value in per_class[kind].items()]
+            lines.append(f"{kind} mAP by class: " + ", ".join(cells[:12]) + (", ..." if len(cells) > 12 else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if value >= 0 else "-"  # COCOeval answers -1 where nothing of that size exists

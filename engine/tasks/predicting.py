@@ -1,0 +1,66 @@
+"""Predict on a data set over all ranks, and gather the predictions on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import distributed
+from engine.data.loader import evaluation_loader, readable
+from engine.errors import UserError
+from engine.modeling.precision import Precision
+from engine.modeling.preprocessing import Preprocessor
+from engine.monitoring.live import LiveLine
+from engine.tasks.base import Prediction
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    preprocess: Preprocessor,
+    precision: Precision,
+    dataset: Any,
+    *,
+    batch: int,
+    workers: int,
+    as_numbers: Callable[[Any], Prediction],
+) -> list[Prediction]:
+    """This rank's share of the predictions: what `as_numbers` makes of the model's output for each image."""
+    loader = evaluation_loader(
+        dataset, rank=distributed.rank(), world=distributed.world_size(), batch=batch, workers=workers
+    )
+    line = LiveLine(
+        total=len(loader), label="evaluate", interval=max(1, len(loader) // 5), enabled=distributed.rank() == 0
+    )
+    device = distributed.device()
+    was_training = model.training
+    model.eval()
+    predictions = []
+    for data in readable(loader):
+        images, samples = preprocess(data, training=False)
+        with precision.autocast(device):
+            outputs = model.predict(images, samples)
+        for sample in outputs:
+            predictions.append(as_numbers(sample))
+        line.update()
+    line.close()
+    model.train(was_training)
+    return predictions
+
+
+def gather_predictions(mine: list[Prediction], expected: int) -> list[Prediction] | None:
+    """All predictions by image id on rank 0, each image exactly once; None elsewhere."""
+    shares = distributed.gather_objects(mine)
+    if shares is None:
+        return None
+    everything = sorted((p for share in shares for p in share), key=lambda p: p["image_id"])
+    ids = {p["image_id"] for p in everything}
+    if len(everything) != expected or len(ids) != expected:
+        raise UserError(
+            f"evaluation scored {len(everything)} predictions of {len(ids)} images, expected {expected} of "
+            f"{expected}: are image ids repeated in the annotation file?"
+        )
+    return everything

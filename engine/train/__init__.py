@@ -1,0 +1,1 @@
+"""A training run: built from its config, looped to its end, evaluated and reported."""

@@ -1,0 +1,97 @@
+"""What is due after an optimizer step: a checkpoint, an evaluation, or stopping early because of a signal."""
+
+from __future__ import annotations
+
+import contextlib
+
+from engine import distributed
+from engine.checkpoints.best import best_step, mark_best
+from engine.checkpoints.saving import prune_checkpoints, save_checkpoint
+from engine.checkpoints.store import checkpoints_of
+from engine.distributed import say
+from engine.errors import SaveError
+from engine.files import EVALUATIONS
+from engine.modeling.statistics import join_statistics
+from engine.monitoring.records import read_records
+from engine.train.evaluate import evaluate_and_report, plain_model
+from engine.train.run import Run
+
+
+class Preempted(Exception):
+    """A signal stopped the run; `saved` says whether a checkpoint of its last step is there."""
+
+    def __init__(self, text: str, *, saved: bool) -> None:
+        super().__init__(text)
+        self.saved = saved
+
+
+def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float]:
+    """What is due after a step: a checkpoint, then an evaluation. A run that resumed there has only the second to do,
+    if it was stopped before that was on record."""
+    settings, last = run.config.run, done == run.schedule.steps
+    saved = resumed or (due(run, settings.checkpoint_interval, done, last=last) and save(run, done))
+    metrics: dict[str, float] = {}
+    if due(run, settings.eval_interval, done, last=last):
+        join_statistics(run.engine.module)
+        metrics = recorded_metrics(run, done) if resumed else {}
+        if not metrics:
+            metrics = evaluate_and_report(run, plain_model(run), done, last=last)
+        if settings.checkpoint_interval != 0 and best(run) == done and (saved or save(run, done)):
+            with contextlib.suppress(OSError):  # a pointer for people; what is best is on record
+                if distributed.rank() == 0:
+                    mark_best(checkpoints_of(run.work_dir), done)
+            prune_checkpoints(run.work_dir, keep_last=run.config.run.keep_last, best=best(run))
+    return metrics
+
+
+def save(run: Run, done: int) -> bool:
+    """Write a checkpoint; where that fails, stop or go on as `run.on_save_error` says."""
+    try:
+        save_checkpoint(run.state(), run.work_dir, done)
+    except SaveError as error:
+        if run.config.run.on_save_error == "stop":
+            raise
+        say(f"{error}; training goes on (run.on_save_error)")
+        return False
+    prune_checkpoints(run.work_dir, keep_last=run.config.run.keep_last, best=best(run))
+    return True
+
+
+def leave_early(run: Run, done: int) -> None:
+    """Save, and stop the run on all ranks."""
+    if run.config.run.checkpoint_interval == 0:
+        raise Preempted(
+            f"stopped by a signal after step {done}; nothing saved (run.checkpoint_interval is 0)", saved=False
+        )
+    save_checkpoint(run.state(), run.work_dir, done)
+    raise Preempted(
+        f"stopped by a signal after step {done}, saved in {checkpoints_of(run.work_dir)}: go on with --resume",
+        saved=True,
+    )
+
+
+def best(run: Run) -> int | None:
+    """The step of the best evaluation on record."""
+    with distributed.together():
+        step = (
+            best_step(read_records(run.work_dir / EVALUATIONS), run.config.run.keep_best)
+            if distributed.rank() == 0
+            else None
+        )
+    return distributed.broadcast_object(step)
+
+
+def recorded_metrics(run: Run, done: int) -> dict[str, float]:
+    found = read_records(run.work_dir / EVALUATIONS) if distributed.rank() == 0 else []
+    own = next((record for record in found if record["step"] == done), {})
+    return distributed.broadcast_object({key: value for key, value in own.items() if key != "step"})
+
+
+def due(run: Run, interval: float | None, done: int, *, last: bool) -> bool:
+    """Whether something with an interval in epochs comes after this step: never at 0, and always after the last one."""
+    if interval == 0:
+        return False
+    if last or interval is None:
+        return last
+    every = max(1, round(interval * run.schedule.steps_per_epoch))
+    return done % every == 0

@@ -1,0 +1,70 @@
+"""Score the validation split during a run, over all ranks, and put the result on record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from engine import distributed
+from engine.files import EVALUATIONS, PREDICTIONS, WriteError
+from engine.modeling.build import build_model
+from engine.monitoring.records import RecordFile
+from engine.tasks.base import Prediction
+from engine.tasks.predicting import gather_predictions, predict
+from engine.tasks.registry import task_of
+from engine.train.run import Run
+from engine.zero.whole_parameters import whole_state
+
+
+def plain_model(run: Run) -> nn.Module:
+    """A model that any rank may run alone. Under ZeRO-3 this is a gathered copy: a partitioned one would wait for the
+    others at every layer, and in evaluation ranks see different numbers of images and objects."""
+    if run.stage != 3:
+        return run.engine.module
+    detector = run.config.detector.model_copy(update={"zero_init": False})
+    task = task_of(run.config.model_copy(update={"detector": detector}))
+    copy = build_model(task, run.classes, empty=True).to(run.precision.dtype).to(distributed.device())
+    target = copy.state_dict()
+    for name, value in whole_state(run.engine.module):
+        target[name].copy_(value)
+    return copy
+
+
+def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) -> dict[str, float]:
+    """Score the validation split, record it, and after the last step write results and pictures."""
+    config = run.config
+    with distributed.together():
+        mine = predict(
+            model,
+            run.preprocess,
+            run.precision,
+            run.val.dataset,
+            batch=config.run.eval_batch_size,
+            workers=config.data.workers,
+            as_numbers=partial(run.task.as_numbers, classes=run.classes),
+        )
+    metrics: dict[str, float] = {}
+    with distributed.together():
+        predictions = gather_predictions(mine, len(run.val.dataset))
+        if predictions is not None:
+            try:
+                metrics = _write_evaluation(run, predictions, step, last=last)
+            except WriteError as error:
+                if config.run.on_save_error == "stop":
+                    raise
+                print(f"{error}; training goes on (run.on_save_error)", flush=True)
+    return distributed.broadcast_object(metrics)
+
+
+def _write_evaluation(run: Run, predictions: Sequence[Prediction], step: int, *, last: bool) -> dict[str, float]:
+    metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last)
+    records = RecordFile(run.work_dir / EVALUATIONS)
+    records.write({"step": step, **metrics})
+    records.close()
+    if run.engine.monitor.enabled:
+        run.engine.monitor.write_events([(f"val/{name}", value, step) for name, value in metrics.items()])
+    if last and run.config.run.draw:
+        run.task.draw_predictions(run.work_dir / PREDICTIONS, predictions, run.val, run.classes)
+    return metrics

@@ -1,0 +1,216 @@
+"""The training loop: steps, records, and what stops it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine import distributed, preemption
+from engine.config import RunConfig
+from engine.data.loader import training_loader
+from engine.data.order import RankMicroBatches
+from engine.data.samples import Unreadable
+from engine.distributed import say
+from engine.errors import DataError, UserError
+from engine.files import METRICS, WriteError
+from engine.monitoring.live import LiveLine, memory_gb, step_text
+from engine.monitoring.records import RecordFile
+from engine.optim.agvm import AGVMOptimizer
+from engine.optim.registry import set_learning_rate
+from engine.randomness import FORWARD, seed_all
+from engine.train.after_step import after_step, leave_early
+from engine.train.build import build_run
+from engine.train.forward import MicroBatchRecord
+from engine.train.report import finish_report
+from engine.train.run import Run
+from engine.train.work_dir import Resume
+
+
+class Diverged(UserError):
+    """The loss was not finite for too many steps in a row."""
+
+
+def train(config: RunConfig, resume: Resume | None = None) -> dict[str, float]:
+    """Run the schedule to its end; returns the last evaluation's metrics."""
+    preemption.watch()
+    try:
+        return run_schedule(build_run(config, resume))
+    finally:
+        preemption.release()
+
+
+def run_schedule(run: Run) -> dict[str, float]:
+    config, steps = run.config, run.schedule.steps
+    with distributed.together():
+        records = RecordFile(run.work_dir / METRICS) if distributed.rank() == 0 else None
+    line = LiveLine(
+        total=steps, label="train", interval=config.run.log_interval, start=run.start, enabled=distributed.rank() == 0
+    )
+    batches = MicroBatches(run)
+    nonfinite = 0
+    metrics = after_step(run, run.start, resumed=True) if run.start else {}
+    for step in range(run.start, steps):
+        began = time.monotonic()
+        lr_factor = run.schedule.factor(step)
+        set_learning_rate(run.optimizer, lr_factor)
+        losses: list[dict[str, float]] = []
+        broken = 0
+        for k in range(run.plan.accumulation):
+            batch = batches.take()
+            first = backward(run, step, k, batch if run.sam is None else run.sam.keep(batch), alarm=batches.next_failed)
+            losses.append(first.losses)
+            broken += first.broken_ranks
+            if run.sam is None:
+                run.engine.step()
+            else:
+                broken += run.sam.step(partial(second_pass, run, step))
+            batches.agree(first.alarms)
+        if run.ema is not None and run.engine.was_step_applied():
+            run.ema.update(step + 1)
+        record, stop, lost = step_record(run, step, losses, lr_factor, seconds=time.monotonic() - began)
+        if records is not None:
+            write_record(run, records, record)
+        line.update(step_text(record))
+        nonfinite = nonfinite + 1 if broken else 0
+        if nonfinite >= config.run.max_nonfinite:
+            stop_on_nonfinite(nonfinite, run.forward.record.losses, batch)
+        if lost:
+            with distributed.together():
+                stop_on_lost_record(run)
+        if stop:
+            leave_early(run, step + 1)
+        metrics = after_step(run, step + 1) or metrics
+    line.close()
+    with distributed.together():
+        if records is not None:
+            stop_on_lost_record(run)
+            records.close()
+            finish_report(run.work_dir)
+    return metrics
+
+
+def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool = False) -> MicroBatchRecord:
+    """The gradients of micro-batch k of a step, with random numbers of its own."""
+    seed_all(run.config.run.seed, FORWARD, step, k * run.plan.world + distributed.rank())
+    loss = run.engine(batch, alarm=alarm)
+    run.engine.backward(loss)
+    run.forward.gradients.release()
+    return run.forward.record
+
+
+def second_pass(run: Run, step: int, k: int, batch: dict[str, Any]) -> int:
+    """SAM's second pass over a micro-batch; how many ranks had a loss that was not finite."""
+    return backward(run, step, k, batch).broken_ranks
+
+
+def write_record(run: Run, records: RecordFile, record: dict[str, Any]) -> None:
+    """On rank 0, which alone knows where it fails: the others hear of it with the next step."""
+    try:
+        records.write(record)
+        write_events(run.engine, record)
+    except WriteError as error:
+        if run.lost_record is None:
+            say(
+                f"{error}{'; training goes on (run.on_save_error)' if run.config.run.on_save_error == 'continue' else ''}"
+            )
+        run.lost_record = str(error)
+
+
+def stop_on_lost_record(run: Run) -> None:
+    if run.lost_record is not None and run.config.run.on_save_error == "stop":
+        raise WriteError(run.lost_record)
+
+
+class MicroBatches:
+    """This rank's micro-batches, one fetched ahead so that a broken image is known to all ranks before its turn."""
+
+    def __init__(self, run: Run) -> None:
+        order = RankMicroBatches(
+            run.batches, run.plan, rank=distributed.rank(), start=run.start, stop=run.schedule.steps
+        )
+        self._iterator: Iterator[Any] = iter(
+            training_loader(run.train.dataset, run.config.run.seed, order, workers=run.config.data.workers)
+        )
+        self._next = next(self._iterator, None)  # none where a finished run is resumed
+        with distributed.together():
+            if self.next_failed:
+                raise DataError(self._next.reason)
+
+    @property
+    def next_failed(self) -> bool:
+        return isinstance(self._next, Unreadable)
+
+    def take(self) -> dict[str, Any]:
+        batch, self._next = self._next, next(self._iterator, None)
+        return batch
+
+    def agree(self, alarms: int) -> None:
+        """Stop on all ranks where the next batch of any of them cannot be loaded."""
+        if alarms:
+            with distributed.together():
+                if self.next_failed:
+                    raise DataError(self._next.reason)
+
+
+def step_record(
+    run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *, seconds: float
+) -> tuple[dict[str, Any], bool, bool]:
+    """The record of one optimizer step, losses being means over the micro-batches of all ranks; whether any rank has had
+    a signal to stop; and whether rank 0 could not write the record before."""
+    if run.loss_names is None:  # once: ranks that later lack a part, or have one more, still sum vectors of one length
+        run.loss_names = sorted({name for names in distributed.all_gather_objects(sorted(losses[0])) for name in names})
+    names = run.loss_names
+    mean = torch.tensor(
+        [
+            *(sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names),
+            float(preemption.stop_asked()),
+            float(run.lost_record is not None),
+        ],
+        dtype=torch.float64,
+    )
+    *mean, stop, lost = (distributed.sum_over_ranks(mean) / run.plan.world).tolist()
+    norm = run.engine.get_global_grad_norm()
+    record: dict[str, Any] = {
+        "step": step + 1,
+        "epoch": (step + 1) / run.schedule.steps_per_epoch,
+        **dict(zip(names, mean)),
+        "lr": run.config.optimizer.params["lr"] * lr_factor,
+        "grad_norm": float(norm) if norm is not None else None,
+        "images_per_second": run.plan.total / seconds,
+        "seconds": seconds,
+        "memory_gb": memory_gb(),
+    }
+    if run.precision.dtype == torch.float16:
+        record["loss_scale"] = run.layout.loss_scale()
+    if isinstance(run.optimizer, AGVMOptimizer):
+        modulator = run.optimizer.modulator
+        record["mu"] = dict(modulator.mu)
+        if modulator.last_window == step + 1:  # phi belongs to the step that measured it
+            record["phi"] = dict(modulator.phi)
+    return record, stop > 0, lost > 0
+
+
+def write_events(model_engine: Any, record: dict[str, Any]) -> None:
+    """The record for DeepSpeed's monitors (tensorboard, csv_monitor, wandb), as far as its config switches them on."""
+    if model_engine.monitor.enabled:
+        events = []
+        for key, value in record.items():
+            for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+                if key != "step" and number is not None:
+                    events.append((f"train/{key}{'/' + name if name else ''}", number, record["step"]))
+        model_engine.monitor.write_events(events)
+
+
+def stop_on_nonfinite(count: int, losses: dict[str, float], batch: dict[str, Any]) -> None:
+    images = [sample.img_id for sample in batch["data_samples"]]
+    broken = not all(value == value and abs(value) != float("inf") for value in losses.values())
+    with distributed.together():
+        if broken:
+            raise Diverged(
+                f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
+                f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
+            )

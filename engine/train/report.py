@@ -1,0 +1,17 @@
+"""What a run leaves for people at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.files import CHECKPOINTS, CURVES, EVAL, METRICS, PREDICTIONS
+from engine.monitoring.curves import draw_curves
+
+
+def finish_report(work_dir: Path) -> None:
+    try:
+        draw_curves(work_dir)
+    except OSError as error:
+        print(f"curves.png cannot be written: {error.strerror}", flush=True)
+    shown = [name for name in (EVAL, CURVES, PREDICTIONS, METRICS, CHECKPOINTS) if (work_dir / name).exists()]
+    print(f"written to {work_dir}: {', '.join(shown)}", flush=True)

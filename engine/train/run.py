@@ -1,0 +1,65 @@
+"""Everything a run is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoints.state import TrainingState
+from engine.config import BatchPlan, RunConfig
+from engine.data.order import GlobalBatches
+from engine.data.types import Classes, Split
+from engine.modeling.precision import Precision
+from engine.modeling.preprocessing import Preprocessor
+from engine.optim.ema import ShardEMA
+from engine.optim.sam import SharpnessAware
+from engine.optim.schedule import Schedule
+from engine.tasks.base import Task
+from engine.train.forward import TrainingForward
+from engine.zero.layout import Layout
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Built once, by `engine.train.build.build_run`."""
+
+    config: RunConfig
+    task: Task
+    plan: BatchPlan
+    classes: Classes
+    train: Split
+    val: Split
+    schedule: Schedule
+    batches: GlobalBatches
+    engine: Any  # DeepSpeed's
+    optimizer: torch.optim.Optimizer
+    forward: TrainingForward
+    preprocess: Preprocessor
+    precision: Precision
+    work_dir: Path
+    layout: Layout  # where master weights and optimizer state live on this rank
+    ema: ShardEMA | None = None
+    sam: SharpnessAware | None = None
+    start: int = 0  # optimizer steps done before this process began
+    loss_names: list[str] | None = None
+    lost_record: str | None = None  # why a record could not be written, on rank 0
+
+    @property
+    def stage(self) -> int:
+        return self.config.zero_stage
+
+    def state(self) -> TrainingState:
+        """The part that a checkpoint saves and restores."""
+        return TrainingState(
+            engine=self.engine,
+            optimizer=self.optimizer,
+            layout=self.layout,
+            batch=self.plan,
+            stage=self.stage,
+            precision=self.precision.dtype,
+            ema=self.ema,
+            meta={"config": self.config.to_json(), "dataset_meta": self.classes.to_meta()},
+        )

@@ -1,0 +1,72 @@
+"""Start DeepSpeed in this process: import it quietly, form the process groups, and leave them again."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from engine import distributed
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed without its start-up notices; its later warnings stay."""
+    logging.disable(logging.WARNING)
+    try:
+        import deepspeed
+    finally:
+        logging.disable(logging.NOTSET)
+    return deepspeed
+
+
+def import_late_parts() -> None:
+    """What DeepSpeed imports only when an optimizer is wrapped, and with it torch's compiler: seconds that processes
+    forked from this one need not spend."""
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+
+def init_distributed(
+    *, init_method: str | None = None, rank: int = -1, world_size: int = -1, timeout_minutes: float = 30
+) -> None:
+    """Form the process group through DeepSpeed, on whatever accelerator it finds."""
+    deepspeed = import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    compile_nothing()
+    timeout = timedelta(minutes=timeout_minutes)
+    deepspeed.init_distributed(
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(distributed.local_rank())
+    distributed.set_control_group(dist.new_group(backend="gloo", timeout=timeout))
+
+
+def compile_nothing() -> None:
+    """Before DeepSpeed's process group is formed.
+
+    DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a process
+    killed meanwhile leaves a lock that hangs all later ones). Told that the op is incompatible it uses gloo.
+    """
+    deepspeed = import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+
+
+def reset_distributed() -> None:
+    """Leave the process group so that another can be formed in this process."""
+    import deepspeed
+
+    distributed.set_control_group(None)
+    deepspeed.comm.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
