@@ -63,7 +63,7 @@ class Detection(MmdetTask):
         )
 
     def draw_predictions(self, path: Path, predictions: Sequence[Prediction], split: Split, classes: Classes) -> None:
-        _draw(path, predictions, split.content, Path(split.files.images), classes, count=self.config.run.draw)
+        draw_beside_truth(path, predictions, split.content, Path(split.files.images), classes, count=self.config.run.draw)
 
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """Draw the objects found on every image and write them as a COCO results file, with file names."""
@@ -110,7 +110,7 @@ def objects_as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
     return result
 
 
-def _draw(
+def draw_beside_truth(
     path: Path,
     predictions: Sequence[dict[str, Any]],
     content: dict[str, Any],

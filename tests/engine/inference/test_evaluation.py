@@ -15,7 +15,7 @@ from engine.data.types import Classes
 from engine.errors import ConfigError, DataError, UserError
 from engine.inference.infer import find_images
 from engine.tasks.coco_scores import category_ids_for, coco_results, result_table, score, write_scores
-from engine.tasks.detection import draw_predictions
+from engine.tasks.detection import draw_beside_truth
 from engine.tasks.pictures import drawn_paths
 from engine.tasks.predicting import gather_predictions
 
@@ -209,7 +209,7 @@ def test_predictions_are_drawn_where_annotations_are_odd(shapes, tmp_path):
         {"image_id": 10**9, "category_id": classes.category_ids[0], "bbox": [1, 1, 5, 5]},
         {"image_id": content["images"][0]["id"], "category_id": 999, "bbox": [1, 1, 5, 5]},
     ]
-    draw_predictions(
+    draw_beside_truth(
         tmp_path / "p.png",
         perfect(content | {"annotations": content["annotations"][:-2]}, classes),
         content,
