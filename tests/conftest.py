@@ -2,6 +2,7 @@ import os
 import shutil
 import sys
 import tempfile
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,15 @@ import pytest
 # The folders of the tests mirror the packages: without this, `tests/engine` would pass for a namespace package `engine`.
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-# Whatever a test, rank or script of this session writes goes away with it. All share one cache of generated data, and
-# leave the user's alone.
-FOLDER = tempfile.mkdtemp(prefix="gigadet-tests-")
+# Whatever a test, rank or script of this session writes goes away with it. All processes of pytest-xdist share one cache
+# of generated data, and leave the user's alone.
+get_temp_dir()  # multiprocessing's own, which it removes itself: before the folder below becomes the place for such
+OWN = "GIGADET_TESTS" not in os.environ
+FOLDER = os.environ.setdefault("GIGADET_TESTS", tempfile.mkdtemp(prefix="gigadet-tests-") if OWN else "")
 os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
 os.environ["GIGADET_CACHE"] = os.path.join(FOLDER, "cache")
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from ranks import Ranks  # noqa: E402
 
@@ -26,5 +31,27 @@ def ranks():
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether matrices are run in full, and comparisons over many steps."""
+    return request.config.getoption("--exhaustive")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="also run the full matrices marked `exhaustive`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "exhaustive: part of a full matrix; runs with --exhaustive only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_sessionfinish() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    if OWN:
+        shutil.rmtree(FOLDER, ignore_errors=True)

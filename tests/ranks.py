@@ -1,8 +1,8 @@
 """Long-lived worker ranks that serve many distributed tests.
 
-Starting a rank costs about ten seconds of imports, so four processes start once per pytest session
-and every `run(function, world)` forms a fresh gloo group of the first `world` of them. A function is
-sent by module and name and must live in a test module; what it returns comes back, one item a rank.
+Four processes are forked once per pytest session from one that has imported everything (`forking.py`), and every
+`run(function, world)` forms a fresh gloo group of the first `world` of them. A function is sent by module and name and
+must live in a test module; what it returns comes back, one item a rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forking
 import torch.multiprocessing as mp
 
 WORLD_MAX = 4
@@ -97,18 +98,16 @@ class Ranks:
     """The pool. A call that fails or times out replaces the processes, so the next test starts clean."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
         # Not daemons, for a run may start loader processes of its own: so they are stopped by hand whatever happens.
         atexit.register(self.stop)
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self._tasks = [self._context.Queue() for _ in range(WORLD_MAX)]
-        self._results = self._context.Queue()
+        context = forking.context()
+        self._tasks = [context.Queue() for _ in range(WORLD_MAX)]
+        self._results = context.Queue()
         self._processes = [
-            self._context.Process(target=_serve, args=(rank, self._tasks[rank], self._results))
-            for rank in range(WORLD_MAX)
+            context.Process(target=_serve, args=(rank, self._tasks[rank], self._results)) for rank in range(WORLD_MAX)
         ]
         for process in self._processes:
             process.start()
@@ -137,7 +136,7 @@ class Ranks:
                 values[rank] = value
             else:
                 errors[rank] = value
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + 2)
         if errors:
             self.stop()
             raise RankError("\n".join(f"rank {r}:\n{t}" for r, t in sorted(errors.items())))

@@ -7,21 +7,28 @@ import json
 import tempfile
 from typing import Any
 
-TINY = {
+TINY: dict[str, Any] = {
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 0},
     "detector": {
         "config": "tiny_retinanet",
+        # Two stages of a thin ResNet-18: 48 tensors, of odd and even sizes.
         "options": {
             "backbone.base_channels": 8,
+            "backbone.num_stages": 2,
+            "backbone.strides": [1, 2],
+            "backbone.dilations": [1, 1],
+            "backbone.out_indices": [0, 1],
             "backbone.norm_cfg": {"type": "GN", "num_groups": 4},
-            "neck.in_channels": [8, 16, 32, 64],
+            "neck.in_channels": [8, 16],
+            "neck.start_level": 0,
             "neck.out_channels": 16,
             "bbox_head.in_channels": 16,
             "bbox_head.feat_channels": 16,
             "bbox_head.stacked_convs": 1,
             "bbox_head.norm_cfg.num_groups": 4,
+            "bbox_head.anchor_generator.strides": [4, 8, 16],
         },
     },
     "data": {

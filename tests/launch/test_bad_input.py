@@ -1,16 +1,15 @@
 """Bad input in real processes: one sentence, exit code 2, no traceback, on every rank."""
 
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forking import Script, environment
 from tiny_run import merged
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -100,11 +99,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def environment(**more):
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1", **more}
-
-
 def arguments(folder, name, content):
     """Of launch/train.py for one case, with a config file and a work dir of its own."""
     if isinstance(content, dict):
@@ -115,28 +109,13 @@ def arguments(folder, name, content):
     return [str(LAUNCH / "train.py"), "--deepspeed_config", str(path)]
 
 
-def start(arguments, folder, **more):
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment(**more),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process):
-    _, stderr = process.communicate(timeout=120)
-    return process.returncode, stderr
-
-
 def under_torchrun(folder, name, content):
     """Launcher's exit code and what each rank wrote: torchrun itself always ends with a traceback of its own."""
     logs = folder / f"logs {name}"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--redirects", "3", "--log-dir", str(logs)]
-    code, _ = finish(start([*launcher, *arguments(folder, f"torchrun {name}", content)], folder))
-    return code, [next(logs.glob(f"*/attempt_0/{rank}/stderr.log")).read_text() for rank in (0, 1)]
+    command = [sys.executable, *launcher, *arguments(folder, f"torchrun {name}", content)]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, timeout=240)
+    return done.returncode, [next(logs.glob(f"*/attempt_0/{rank}/stderr.log")).read_text() for rank in (0, 1)]
 
 
 def two_by_hand(folder, name, content):
@@ -146,28 +125,9 @@ def two_by_hand(folder, name, content):
         port = str(probe.getsockname()[1])
     command = arguments(folder, name, content)
     began = time.monotonic()
-    ranks = [
-        start(
-            command, folder, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
-        for r in (0, 1)
-    ]
-    return [finish(process) for process in ranks], time.monotonic() - began
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder):
-    """Every case once, two processes at a time."""
-    one = {name: arguments(folder, name, content) for name, (_, content) in ONE_PROCESS.items()}
-    one["missing config"] = [str(LAUNCH / "train.py"), "--deepspeed_config", "nowhere.json"]
-    one["missing checkpoint"] = [str(LAUNCH / "evaluate.py"), "nowhere.pth"]
-    with ThreadPoolExecutor(2) as pool:
-        single = {name: pool.submit(lambda a: finish(start(a, folder)), command) for name, command in one.items()}
-        results = {("one", name): future.result() for name, future in single.items()}
-    for name, (_, content) in TORCHRUN.items():
-        results["torchrun", name] = under_torchrun(folder, name, content)
-    results["by hand", "missing file"] = two_by_hand(folder, "missing file", MISSING_FILE[1])
-    return results
+    where = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = [Script(*command, folder=folder, RANK=str(r), LOCAL_RANK=str(r), **where) for r in (0, 1)]
+    return [(rank.wait(), rank.stderr) for rank in ranks], time.monotonic() - began
 
 
 def assert_one_sentence(stderr, words):
@@ -184,32 +144,41 @@ EXPECTED = {
 }
 
 
+COMMANDS = {
+    "missing config": ["train.py", "--deepspeed_config", "nowhere.json"],
+    "missing checkpoint": ["evaluate.py", "nowhere.pth"],
+}
+
+
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_single_process_says_one_sentence_and_exits_with_2(outcomes, name):
-    code, stderr = outcomes["one", name]
-    assert_one_sentence(stderr, EXPECTED[name])
-    assert code == 2
+def test_a_single_process_says_one_sentence_and_exits_with_2(folder, name):
+    if name in COMMANDS:
+        script, *rest = COMMANDS[name]
+        command = [LAUNCH / script, *rest]
+    else:
+        command = arguments(folder, name, ONE_PROCESS[name][1])
+    process = Script(*command, folder=folder)
+    assert process.wait() == 2
+    assert_one_sentence(process.stderr, EXPECTED[name])
+    if name == "used work dir":  # nothing is changed in it
+        assert [p.name for p in (folder / "used").iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("name", TORCHRUN)
-def test_under_torchrun_one_rank_speaks_and_none_shows_a_traceback(outcomes, name):
-    code, (first, second) = outcomes["torchrun", name]
+@pytest.mark.parametrize("name", [pytest.param("malformed json", marks=pytest.mark.exhaustive), "class mismatch"])
+def test_under_torchrun_one_rank_speaks_and_none_shows_a_traceback(folder, name):
+    words, content = TORCHRUN[name]
+    code, (first, second) = under_torchrun(folder, name, content)
     assert code != 0
-    assert_one_sentence(first, TORCHRUN[name][0])
+    assert_one_sentence(first, words)
     assert "error: " not in second and "Traceback" not in second
 
 
-def test_every_rank_exits_with_2_within_seconds(outcomes):
-    ((first_code, first), (second_code, second)), seconds = outcomes["by hand", "missing file"]
+def test_every_rank_exits_with_2_within_seconds(folder):
+    ((first_code, first), (second_code, second)), seconds = two_by_hand(folder, "missing file", MISSING_FILE[1])
     assert (first_code, second_code) == (2, 2)
     assert_one_sentence(first, MISSING_FILE[0])
     assert "error: " not in second and "Traceback" not in second
     assert seconds < 90  # far below the half hour that a rank alone in a collective would wait
-
-
-def test_a_refused_run_changes_nothing_in_a_used_work_dir(outcomes, folder):
-    assert outcomes["one", "used work dir"][0] == 2
-    assert [p.name for p in (folder / "used").iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,15 +1,14 @@
 """Train on two ranks under DeepSpeed's launcher, evaluate, look, and run the saved config again: all real processes."""
 
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from forking import Script, environment
 from tiny_run import TINY, difference, merged, saved_weights
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -24,45 +23,54 @@ CHANGES = {
 
 
 def run(*command, folder):
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1"}
+    """A launch script in a forked process; what it printed."""
+    process = Script(*command, folder=folder)
+    assert process.wait(300) == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def under_deepspeed(*command, folder):
+    """A launch script on two ranks, started by DeepSpeed's launcher."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, "--master_port", port]
     done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, launcher), *map(str, command)],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def train(config, work_dir, folder):
+def by_hand(*command, folder):
+    """The same without a launcher."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run(
-        Path(sys.executable).with_name("deepspeed"),
-        "--num_accelerators",
-        2,
-        "--master_port",
-        port,
-        LAUNCH / "train.py",
-        "--deepspeed_config",
-        config,
-        "--work-dir",
-        work_dir,
-        folder=folder,
-    )
+        port = str(probe.getsockname()[1])
+    where = dict(WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = [Script(*command, folder=folder, RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in (0, 1)]
+    for rank in ranks:
+        assert rank.wait(300) == 0, rank.stdout + rank.stderr
+    return ranks[0].stdout
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "tiny.json").write_text(json.dumps(merged(CHANGES)))
-    output = train("tiny.json", "work", folder)  # relative to where the user stands
+    command = (LAUNCH / "train.py", "--deepspeed_config", "tiny.json", "--work-dir", "work")
+    output = under_deepspeed(*command, folder=folder)  # paths are relative to where the user stands
     return folder, output
 
 
 @pytest.fixture(scope="module")
 def followed(trained, tmp_path_factory):
-    """Evaluation, inference and repetition, from other folders, two at a time."""
+    """Evaluation, inference and repetition, from another folder."""
     folder, _ = trained
     checkpoint = folder / "work" / "checkpoints" / "step-000002"
     shapes = json.loads((folder / "work" / "config.json").read_text())["data"]["shapes"]
@@ -73,21 +81,15 @@ def followed(trained, tmp_path_factory):
     for photo in photos:
         (folder / "photos" / photo.name).write_bytes(photo.read_bytes())
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    with ThreadPoolExecutor(2) as pool:
-        again = pool.submit(train, folder / "work" / "config.json", folder / "again", elsewhere)
-        evaluated = pool.submit(run, LAUNCH / "evaluate.py", checkpoint, "--out", folder / "scored", folder=elsewhere)
-        inferred = pool.submit(
-            run,
-            LAUNCH / "infer.py",
-            checkpoint,
-            folder / "photos",
-            "--out",
-            folder / "found",
-            "--score",
-            "0.0",
-            folder=elsewhere,
-        )
-        return folder, {"again": again.result(), "evaluate": evaluated.result(), "infer": inferred.result()}
+    saved, photographs = folder / "work" / "config.json", folder / "photos"
+    infer = (checkpoint, photographs, "--out", folder / "found", "--score", "0.0")
+    return folder, {
+        "again": by_hand(
+            LAUNCH / "train.py", "--deepspeed_config", saved, "--work-dir", folder / "again", folder=elsewhere
+        ),
+        "evaluate": run(LAUNCH / "evaluate.py", checkpoint, "--out", folder / "scored", folder=elsewhere),
+        "infer": run(LAUNCH / "infer.py", *infer, folder=elsewhere),
+    }
 
 
 def read(path):

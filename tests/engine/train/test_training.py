@@ -17,11 +17,16 @@ def reference(ranks):
     return ranks.run(runs, 1, [{}])[0][0]
 
 
-def test_a_run_learns_something_and_records_every_step(reference):
+def test_a_run_learns_something(ranks):
+    (result,) = ranks.run(runs, 1, [{"schedule": {"steps": 12, "warmup_steps": 0}}])[0]
+    losses = [record["loss"] for record in result["records"]]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])  # an epoch has three steps
+
+
+def test_every_step_is_on_record(reference):
     assert [record["step"] for record in reference["records"]] == [1, 2, 3]
     assert reference["records"][0]["lr"] == pytest.approx(1e-5)
     assert reference["records"][-1]["lr"] == pytest.approx(1e-2)
-    assert reference["records"][-1]["loss"] < reference["records"][0]["loss"]
     assert all(
         record["loss"] == pytest.approx(record["loss_cls"] + record["loss_bbox"], rel=1e-5)
         for record in reference["records"]

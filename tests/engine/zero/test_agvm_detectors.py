@@ -123,7 +123,12 @@ def measure_all(cases):
     "world, cases",
     [
         (2, [("faster", 2, 1, "sgd"), ("mask", 3, 1, "adamw"), ("mask", 0, 2, "sgd"), ("faster", 1, 2, "adamw")]),
-        (2, [("faster", 2, 1, "sgd", False), ("mask", 3, 1, "adamw", False)]),  # mmdet's R50 models as they are
+        # mmdet's R50 models as they are
+        pytest.param(
+            2,
+            [("faster", 2, 1, "sgd", False), ("mask", 3, 1, "adamw", False)],
+            marks=pytest.mark.exhaustive,
+        ),
         (3, [("mask", 2, 1, "sgd")]),
     ],
 )
