@@ -6,6 +6,11 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is slow, not wrong.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 # The folders of the tests mirror the packages: without this, `tests/engine` would pass for a namespace package `engine`.
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
