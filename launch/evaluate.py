@@ -46,10 +46,10 @@ def _evaluate(options) -> None:
 
     init_distributed()
     from engine.inference.evaluate import evaluate, output_folder
-    from engine.inference.load import load_detector
+    from engine.inference.load import load_model
 
     with distributed.together():
-        loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+        loaded = load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
     evaluate(loaded, options.split, Path(options.out or output_folder(options.checkpoint)), tta=options.tta)
 
 

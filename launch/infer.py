@@ -34,10 +34,10 @@ def _infer(options) -> None:
 
     init_distributed()
     from engine.inference.infer import infer
-    from engine.inference.load import load_detector
+    from engine.inference.load import load_model
 
     with distributed.together():
-        loaded = load_detector(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+        loaded = load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
     infer(loaded, options.source, Path(options.out), threshold=options.score)
 
 

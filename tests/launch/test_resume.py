@@ -85,7 +85,7 @@ def test_a_signal_saves_and_exits_with_its_own_code(stopped):
     work, code, output = stopped
     steps = len((work / "metrics.jsonl").read_text().splitlines())
     assert code == 75, output
-    assert f"stopped by a signal after step {steps}, saved in {work / 'checkpoints'}: go on with --resume" in output
+    assert f"stopped by a signal after step {steps}, saved in {work / 'checkpoints'}: continue with --resume" in output
     assert find_checkpoint(work).step == steps
     assert "Traceback" not in output
 
@@ -94,7 +94,7 @@ def test_a_used_work_dir_is_refused_with_the_two_choices(stopped, folder):
     refused = start(folder, LAUNCH / "train.py", "--config", "long.json", "--work-dir", "work")
     output = refused.communicate(timeout=120)[0]
     assert refused.returncode == 2
-    assert "already holds a run: go on with it by --resume, or start afresh in another with --work-dir" in output
+    assert "already holds a run: continue it with --resume, or start a new run in another with --work-dir" in output
 
 
 def test_a_run_goes_on_from_its_folder_alone_on_two_ranks(stopped, folder):

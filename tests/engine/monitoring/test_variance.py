@@ -63,7 +63,7 @@ def test_a_run_that_measures_nothing_until_the_matched_end_is_named(tmp_path, ax
     with pytest.raises(UserError) as caught:
         _plot(Namespace(runs=[run.run for run in runs], matched=[axis], smooth=0.0, out=str(tmp_path / "picture.png")))
     assert str(caught.value) == (
-        f"{runs[1].run} has its first gradient variance at {axis} {first}, behind the end of the shortest run ({end}): "
+        f"{runs[1].run} has its first gradient variance at {axis} {first}, after the end of the shortest run ({end}): "
         f"train it with optimizer.params.start_step=0, or leave the matched {axis}s out"
     )
     assert not (tmp_path / "picture.png").exists()

@@ -67,10 +67,10 @@ def evaluated(checkpoint, out):
     """What the scripts evaluate and infer do, on this rank's process group."""
     from engine.inference.evaluate import evaluate
     from engine.inference.infer import infer
-    from engine.inference.load import load_detector
+    from engine.inference.load import load_model
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        loaded = load_detector(checkpoint, None, [])
+        loaded = load_model(checkpoint, None, [])
         metrics = evaluate(loaded, "val", Path(out) / "scored")
         images = Path(loaded.config.run.work_dir) / "photos"
         if images.is_dir():
