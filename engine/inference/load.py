@@ -47,7 +47,7 @@ def load_model(checkpoint: str, config_name: str | None, overrides: Sequence[str
     else:
         raise ConfigError(f"weight file {checkpoint} does not say how its detector is built: give --deepspeed_config")
     task = task_of(config)
-    known = meta.get("dataset_meta")
+    known: Any = meta.get("dataset_meta")
     named = isinstance(known, dict) and known.get("classes")
     classes = Classes.from_meta(known) if named else task.read_classes()
     model = task.build_model(classes)

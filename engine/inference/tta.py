@@ -1,4 +1,4 @@
-"""Test-time augmentation: predict at several scales, plain and mirrored, and merge the boxes like mmdet's DetTTAModel."""
+"""Test-time augmentation: predict at several scales, plain and mirrored, and merge the boxes as mmdet's DetTTAModel."""
 
 from __future__ import annotations
 

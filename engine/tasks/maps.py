@@ -1,6 +1,6 @@
 """Shared by the tasks whose prediction is a map: a class for every pixel (semantic), or a segment (panoptic).
 
-Each rank scores its own images against the ground truth that its loader reads, so ranks exchange only numbers per class.
+Each rank scores its own images against the ground truth that its loader reads, so ranks send only numbers per class.
 Compressed maps are kept for the images that are drawn.
 """
 

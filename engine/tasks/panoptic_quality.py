@@ -4,15 +4,15 @@ A segment t of the truth and a segment p of the prediction match if they have th
 
     IoU = |t n p| / (|t| + |p| - |t n p| - |p n void|) > 1/2.
 
-A segment has at most one match. For a class with TP matches, FP predictions without a match and FN segments of the truth
-without a match
+A segment has at most one match. For a class with TP matches, FP predictions without a match, and FN segments of the
+truth without a match
 
     SQ = sum of IoU / TP,    RQ = TP / (TP + FP/2 + FN/2),    PQ = SQ RQ.
 
 Means over classes leave out those that are neither in the truth nor in the predictions. A crowd segment of the truth is
 neither matched nor missed. A prediction without a match is not counted as wrong if more than half of it is on void and
-on crowds of its class. This follows Kirillov et al., Panoptic Segmentation (2019), and COCO's evaluation. If an image has
-several crowds of one class, COCO's evaluation uses only one of them; COCO itself has at most one.
+on crowds of its class. This follows Kirillov et al., Panoptic Segmentation (2019), and COCO's evaluation. If an image
+has several crowds of one class, COCO's evaluation uses only one of them; COCO itself has at most one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def class_quality(table: np.ndarray) -> np.ndarray:
 
 
 def quality_metrics(table: np.ndarray, things: int) -> dict[str, float]:
-    """Metrics in percent under mmdet's names: of all classes, of things (the first ones), of stuff. -1 if none occurs."""
+    """Metrics in percent under mmdet's names: all classes, things (the first ones), stuff. -1 if none occurs."""
     quality = class_quality(table)
     metrics = {}
     for suffix, part in (("", quality), ("_th", quality[:things]), ("_st", quality[things:])):

@@ -37,7 +37,7 @@ def predict(
     device = distributed.device()
     was_training = model.training
     model.eval()
-    predictions = []
+    predictions: list[Prediction] = []
     for data in readable(loader):
         images, samples = preprocess(data, training=False)
         with precision.autocast(device):

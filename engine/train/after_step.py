@@ -85,7 +85,7 @@ def recorded_metrics(run: Run, done: int) -> dict[str, float]:
 
 
 def due(run: Run, interval: float | None, done: int, *, last: bool) -> bool:
-    """Whether something with this interval in epochs follows this step: never if it is 0, else always after the last."""
+    """Whether something with this interval in epochs follows this step: never if it is 0, else also after the last."""
     if interval == 0:
         return False
     if last or interval is None:

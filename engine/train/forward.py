@@ -1,6 +1,6 @@
 """The forward pass of one micro-batch: preprocess, compute the losses, and agree with the other ranks on the gradients.
 
-DeepSpeed wraps the detector itself. The detector's `forward` is replaced by a `TrainingForward`, so that parameters keep
+DeepSpeed wraps the detector itself. A `TrainingForward` replaces the detector's `forward`, so that parameters keep
 mmdet's names and everything between the batch and the loss happens inside the engine's forward pass.
 """
 

@@ -21,7 +21,6 @@ from engine.tasks.base import Task
 from engine.train.forward import TrainingForward
 from engine.zero.layout import Layout
 
-
 GOES_ON = "training goes on (run.on_save_error)"  # after the reason why a file could not be written
 
 

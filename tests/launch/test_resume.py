@@ -179,7 +179,7 @@ def test_resume_without_a_run_is_said(folder):
     for command, sentence in (
         (["--resume", "nowhere"], "nowhere does not exist"),
         (["--config", "long.json", "--resume"], "--resume does not say which run"),
-        ([], "--deepspeed_config is needed, or --resume with the folder of a run"),
+        ([], "--deepspeed_config is required, or --resume with the folder of a run"),
     ):
         process = start(folder, LAUNCH / "train.py", *command)
         output = process.communicate(timeout=120)[0]
