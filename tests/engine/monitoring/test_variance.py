@@ -126,7 +126,7 @@ def test_a_column_per_group_and_rows_for_each_axis(runs, tmp_path):
 
 def test_a_run_without_measurements_is_refused(tmp_path):
     for more in ("", ', "phi": {"backbone": "nan"}'):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.1, "loss": 1.0%s}\n' % more)
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "epoch": 0.1, "loss": 1.0{more}}}\n')
         with pytest.raises(UserError, match="no gradient variances"):
             read_variances(tmp_path)
 
