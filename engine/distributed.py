@@ -1,9 +1,9 @@
-"""Processes: who am I, how do ranks find each other, and how do they agree on small things.
+"""Ranks: their numbers, how they find each other, and how they exchange small messages.
 
-DeepSpeed's launcher and torchrun set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; under
-Slurm they come from its own variables, and a plain `python` run is a world of one. Collectives on tensors
-run on the accelerator's backend (NCCL, gloo); small control messages (flags, objects) run on a gloo group
-beside it, so that a decision made on the CPU never waits for the device.
+DeepSpeed's launcher and torchrun set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Under Slurm they are
+derived from Slurm's own variables, and a plain `python` run has one rank. Collectives on tensors use the accelerator's
+backend (NCCL, gloo). Small control messages (flags, objects) use a separate gloo group, so that a decision made on the
+CPU never waits for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def adopt_launcher_environment() -> None:
         return
     if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
         first_host = _first_slurm_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost"))
-        # A port that all ranks of a job derive alike, and two jobs on one node rarely share.
+        # All ranks of a job compute the same port; two jobs on one node rarely get the same one.
         port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
         env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=env["SLURM_NTASKS"], LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
         env.setdefault("MASTER_ADDR", first_host)
@@ -53,7 +53,7 @@ def _free_port() -> int:
 
 
 def set_control_group(group: Any) -> None:
-    """Use this gloo group for small messages; `engine.zero.processes` makes it with the other process groups."""
+    """Use this gloo group for small messages. `engine.zero.processes` creates it with the other process groups."""
     global _control_group
     _control_group = group
 
@@ -71,13 +71,13 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator import get_accelerator  # here: importing DeepSpeed takes seconds
 
     return torch.device(get_accelerator().current_device_name())
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """Every rank's value, in rank order, on rank 0; None elsewhere."""
+    """On rank 0 the values of all ranks, in rank order; None on the others."""
     if world_size() == 1:
         return [value]
     gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
@@ -116,7 +116,7 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Let all ranks fail where one does: a UserError on any of them is raised, with its text, on every rank."""
+    """Raise a UserError of any rank, with its text, on every rank."""
     failure: UserError | None = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: one sentence, no traceback."""
+"""Errors that a user can fix: shown as one sentence, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """What was given, what is allowed, what to do. Launch scripts print it and exit with code 2."""
+    """Its text says what was given, what is allowed and what to do. Launch scripts print it and exit with code 2."""
 
 
 class ConfigError(UserError):
-    """The JSON, or an override, cannot be used as it stands."""
+    """The JSON or an override is not valid."""
 
 
 class DataError(UserError):
@@ -23,11 +23,11 @@ class CheckpointError(UserError):
 
 
 class SaveError(UserError):
-    """A checkpoint could not be written. Those that were there before still are."""
+    """A checkpoint could not be written. Older checkpoints are untouched."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean "x"?)`, or nothing where no known word is close."""
+    """` (did you mean "x"?)`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f' (did you mean "{close[0]}"?)' if close else ""
 

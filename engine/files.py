@@ -1,4 +1,4 @@
-"""Files and folders: names inside a work dir, and writing a file completely or not at all."""
+"""Files and folders: names of files in a work dir, and writing a file completely or not at all."""
 
 from __future__ import annotations
 

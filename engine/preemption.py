@@ -1,8 +1,8 @@
-"""SIGTERM and SIGUSR1, as schedulers send them before they take a machine away: save, then leave.
+"""SIGTERM and SIGUSR1, which schedulers send before they take a machine away: save a checkpoint, then exit.
 
-The first signal asks for a stop after the present step. A later one ends the process at once. Launchers pass a signal
-on that the ranks have had already (DeepSpeed's does so to one rank after the other), so what comes within ECHO seconds
-of the first is the same signal.
+The first signal asks for a stop after the current step. A later one ends the process at once. Launchers forward a
+signal to ranks that already received it (DeepSpeed's launcher does so rank by rank), so a signal within ECHO seconds of
+the first counts as the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import time
 from types import FrameType
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped before the end, saved, to be started again with --resume
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped early and saved; start again with --resume
 NUMBER = int(signal.SIGTERM)
 ECHO = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -21,7 +21,7 @@ _first: float | None = None
 
 
 def watch() -> None:
-    """Take over the signals; from the main thread, once a run."""
+    """Handle the signals from now on. Call this in the main thread, once per run."""
     global _first
     _first = None
     for number in _SIGNALS:
@@ -29,7 +29,7 @@ def watch() -> None:
 
 
 def stop_asked() -> bool:
-    """Whether this process has had a signal; ranks have to agree on it."""
+    """Whether this process received a signal. Other ranks may not have received one."""
     return _first is not None
 
 
@@ -39,7 +39,7 @@ def release() -> None:
 
 
 def ignore_in_loader() -> None:
-    """In a loader process: launchers signal all descendants, and the rank still needs its data for the present step."""
+    """Ignore the signals in a loader process: its rank still needs data for the current step."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""What the scripts share: arguments, and one sentence instead of a traceback where the user can help it."""
+"""Shared by the scripts: arguments, and one sentence instead of a traceback for errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.errors import UserError
 
 USER_ERROR = 2
-# Launchers end all ranks of a node as soon as one has left: the one that tells the error must not be cut off.
+# Launchers end all ranks of a node when one exits, so the other ranks wait until the error is printed.
 WAIT_FOR_MESSAGE = 5.0
 
 
@@ -34,15 +37,36 @@ def add_config_arguments(arguments: argparse.ArgumentParser, *, required: bool =
         metavar="KEY=VALUE",
         help="change one value, e.g. --set schedule.epochs=3 --set data.root=../mine; may be repeated",
     )
-    # What DeepSpeed's launcher and its users' habits hand to a script.
+    # Arguments that DeepSpeed's launcher adds, or that its users are used to.
     arguments.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
-def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
-    """The folder, made if need be, in which a file can be made: tried before time is spent on what goes into it."""
-    from engine.errors import UserError
+def add_model_arguments(arguments: argparse.ArgumentParser) -> None:
+    """The arguments of `load_model`."""
+    arguments.add_argument(
+        "checkpoint",
+        help="a work dir (its newest checkpoint), one of its checkpoints, a universal folder, or any .pth or "
+        ".safetensors file of the model",
+    )
+    add_config_arguments(arguments, required=False)
+    arguments.add_argument("--ema", action="store_true", help="the averaged weights of a checkpoint folder (run.ema)")
 
+
+def load_model(options: argparse.Namespace) -> Any:
+    """Form the process group, and load the model that `options` name."""
+    # Here, because --help and a wrong option must not wait for torch.
+    from engine import distributed
+    from engine.inference import load
+    from engine.zero.processes import init_distributed
+
+    init_distributed()
+    with distributed.together():
+        return load.load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+
+
+def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
+    """The folder, created if necessary. Checks that files can be written to it before time is spent on them."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,10 +77,9 @@ def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
 
 
 def run_command(body: Callable[[], None]) -> None:
-    """Run a script's body; a UserError becomes one sentence (once a node, or once in all) and exit code 2."""
-    _share_cores()  # before torch is imported, for its threads are made then
-    from engine.distributed import adopt_launcher_environment
-    from engine.errors import UserError
+    """Run a script's body. A UserError is printed as one sentence (once per node), and the exit code is 2."""
+    _share_cores()
+    from engine.distributed import adopt_launcher_environment  # here: torch creates its threads when it is imported
 
     adopt_launcher_environment()
     try:
@@ -73,23 +96,23 @@ def run_command(body: Callable[[], None]) -> None:
 
 
 def _share_cores() -> None:
-    """Threads for each rank of this node; a launcher or a user who has set them knows better."""
+    """Divide the cores among the ranks of this node, unless a launcher or the user has set the threads."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE")
     ranks = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    # A thread that waits for another sleeps instead of spinning on a core that other ranks or programs could use.
+    # Waiting threads sleep instead of spinning on a core that other ranks or programs could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _close_process_group() -> None:
-    import torch.distributed as dist
+    import torch.distributed as dist  # here: --help must not wait for torch
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def leave(code: int) -> None:
-    """Without waiting for loader processes, or for a rank that will never come to a collective."""
+def leave(code: int) -> NoReturn:
+    """Exit without waiting for loader processes, or for ranks that never reach a collective."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

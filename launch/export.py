@@ -1,11 +1,14 @@
-"""Turn a checkpoint, of any ZeRO stage and number of ranks, into one weight file, or into DeepSpeed's universal format.
+"""Convert a checkpoint, of any ZeRO stage and number of ranks, to one weight file or to DeepSpeed's universal format.
 
-python launch/export.py work_dirs/RUN detector.pth              # the newest whole checkpoint; also writes detector.py,
-                                                                # an mmdet config: init_detector("detector.py", "detector.pth")
+python launch/export.py work_dirs/RUN detector.pth              # the newest complete checkpoint; also detector.py, an
+                                                                # mmdet config for init_detector("detector.py", ...)
 python launch/export.py work_dirs/RUN/checkpoints/best detector.safetensors --dtype bfloat16
 python launch/export.py work_dirs/RUN/checkpoints/step-000384 averaged.pth --ema
 python launch/export.py work_dirs/RUN universal/ --universal    # zero/NAME/{fp32,exp_avg,...}.pt
 """
+
+import argparse
+from pathlib import Path
 
 from launch.command import parser, run_command
 
@@ -26,20 +29,18 @@ def main() -> None:
     arguments.add_argument(
         "--universal",
         action="store_true",
-        help="the whole training state in DeepSpeed's universal format, parameter by parameter",
+        help="write the complete training state in DeepSpeed's universal format, parameter by parameter",
     )
     options = arguments.parse_args()
     run_command(lambda: _export(options))
 
 
-def _export(options) -> None:
-    from pathlib import Path
-
+def _export(options: argparse.Namespace) -> None:
+    # Here, because --help must not wait for torch.
+    from engine.inference.export import export_universal, export_weights
     from engine.zero.processes import import_deepspeed
 
     import_deepspeed()
-    from engine.inference.export import export_universal, export_weights
-
     if options.universal:
         export_universal(options.checkpoint, Path(options.out))
         return

@@ -1,14 +1,18 @@
-"""Draw the gradient variance of every module over one or more runs, and AGVM's factors beneath.
+"""Draw the gradient variance of every module over one or more runs, and AGVM's factors below it.
 
-One column per run; runs that differ only in their seed share one. --matched brings runs of different batch sizes onto
-the same optimizer steps, the same epochs, or both, as far as the shortest of them goes.
+One column per run; runs that differ only in their seed share a column. --matched draws runs of different batch sizes
+over the same optimizer steps, the same epochs, or both, up to the end of the shortest run.
 
   python launch/plot.py work_dirs/batch-32 work_dirs/batch-512 --matched step epoch --out variance.png
 
-Runs need an AGVM optimizer. To see a plain optimizer's variances, let AGVM measure without modulating:
+The runs must use an AGVM optimizer. To see the variances of a plain optimizer, let AGVM measure without modulating:
   --set optimizer.type=AGVMAdamW --set "optimizer.params.clip=[1, 1]"
 """
 
+import argparse
+from pathlib import Path
+
+from engine.errors import UserError
 from launch.command import parser, run_command
 
 
@@ -22,7 +26,7 @@ def main() -> None:
         choices=("step", "epoch"),
         default=[],
         metavar="AXIS",
-        help="step, epoch or both: the same axis for all runs (default: each its own steps)",
+        help="step, epoch or both: use the same axis for all runs (default: each run's own steps)",
     )
     arguments.add_argument(
         "--smooth",
@@ -35,10 +39,8 @@ def main() -> None:
     run_command(lambda: _plot(options))
 
 
-def _plot(options) -> None:
-    from pathlib import Path
-
-    from engine.errors import UserError
+def _plot(options: argparse.Namespace) -> None:
+    # Here, because --help must not wait for them.
     from engine.monitoring.variance import by_seed, matched_end, read_variances, summary
     from engine.monitoring.variance_picture import draw_variance
 

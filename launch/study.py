@@ -4,12 +4,19 @@
   python launch/study.py --study miniature                  a few minutes
   python launch/study.py --study my.json --methods SGD AGVM+SGD --out work_dirs/mine
 
-Every method gets the same epochs and the same tuning: the sweep of learning rates around the paper's rule with the first
-seed, the best of them with all seeds. A study that was stopped goes on where it was when the same command is given again.
-It writes results.md, results.csv, scores.png, variance-*.png and study.html, a page with everything in one file; --report
-writes them from what is there, also while a study is running. The shipped studies are in ds_configs/studies.
+Every method gets the same epochs and the same tuning: a sweep of learning rates around the paper's rule with the first
+seed, then the best one with all seeds. The same command continues a study that was stopped. The report consists of
+results.md, results.csv, scores.png, variance-*.png and study.html (everything in one file). --report writes it from the
+runs that are finished, also while a study is running. The shipped studies are in ds_configs/studies.
 """
 
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from engine.errors import UserError
 from launch.command import parser, run_command
 
 
@@ -18,26 +25,25 @@ def main() -> None:
     arguments.add_argument(
         "--study", default="shapes", metavar="FILE", help="a study's JSON, or a shipped one's name (default: shapes)"
     )
-    arguments.add_argument("--methods", nargs="+", metavar="NAME", help="only these of the study's methods")
+    arguments.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods of the study")
     arguments.add_argument("--batches", nargs="+", type=int, metavar="N", help="other batch sizes")
-    arguments.add_argument("--seeds", nargs="+", type=int, metavar="N", help="other seeds; the first is tuned on")
-    arguments.add_argument("--out", metavar="DIR", help="where it is kept (default: work_dirs/study-NAME)")
     arguments.add_argument(
-        "--at-once", type=int, metavar="N", help="runs side by side (default: one a core, at most 8)"
+        "--seeds", nargs="+", type=int, metavar="N", help="other seeds; the first is used for tuning"
     )
-    arguments.add_argument("--report", action="store_true", help="only write the report of what is there")
+    arguments.add_argument("--out", metavar="DIR", help="output folder (default: work_dirs/study-NAME)")
+    arguments.add_argument(
+        "--at-once", type=int, metavar="N", help="number of parallel runs (default: one per core, at most 8)"
+    )
+    arguments.add_argument("--report", action="store_true", help="only write the report of the finished runs")
     options = arguments.parse_args()
     run_command(lambda: _study(options))
 
 
-def _study(options) -> None:
-    import os
-    import signal
-    import sys
-    from pathlib import Path
-
-    from engine.errors import UserError
+def _study(options: argparse.Namespace) -> None:
+    # Here, because --help must not wait for torch.
     from engine.study.grid import check_runs, keep_settings, load_study
+    from engine.study.report import write_report
+    from engine.study.runner import read_outcomes, run_study
 
     given = {name: value for name, value in (("batches", options.batches), ("seeds", options.seeds)) if value}
     study, rows = load_study(options.study, given, options.methods)
@@ -50,11 +56,7 @@ def _study(options) -> None:
     check_runs(study, rows)
     keep_settings(study, folder)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the runs that are under way, too
-
-    from engine.study.report import write_report
-    from engine.study.runner import read_outcomes, run_study
-
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that it also ends the running trials
     if options.report:
         outcomes = read_outcomes(study, rows, folder)
     else:

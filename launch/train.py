@@ -6,7 +6,7 @@
   srun --ntasks-per-node 8 python launch/train.py --deepspeed_config my.json
   python launch/train.py --deepspeed_config quickstart --set schedule.epochs=1
 
-Go on with a run that was stopped, on as many ranks as before or not (docs/checkpoints.md):
+Continue a run that was stopped, on any number of ranks (docs/checkpoints.md):
 
   deepspeed launch/train.py --resume work_dirs/RUN
   deepspeed launch/train.py --resume work_dirs/RUN/checkpoints/step-000384 --work-dir work_dirs/another
@@ -17,9 +17,12 @@ See what a run on many ranks would be, and what would stop it, without them and 
   python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480
   python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480 --layout shards.json
 
-Exit codes: 0 done; 2 a mistake that the message explains; 75 stopped by SIGTERM or SIGUSR1 and saved, start again with
+Exit codes: 0 done; 2 an error that the message explains; 75 stopped by SIGTERM or SIGUSR1 and saved, start again with
 --resume.
 """
+
+import argparse
+import json
 
 from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command, writable_folder
 
@@ -34,22 +37,22 @@ def main() -> None:
     if options.dry_run and options.resume is not None:
         arguments.error("--dry-run is for a new run: leave --resume out")
     if options.deepspeed_config is None and not options.resume:
-        arguments.error("--deepspeed_config is needed, or --resume with the folder of a run")
+        arguments.error("--deepspeed_config is required, or --resume with the folder of a run")
     run_command(lambda: leave(dry_run_code(options)) if options.dry_run else _train(options))
 
 
-def train_arguments():
+def train_arguments() -> argparse.ArgumentParser:
     arguments = parser(__doc__)
     add_config_arguments(arguments, required=False)
-    arguments.add_argument("--work-dir", metavar="DIR", help="where the run's records go (run.work_dir)")
+    arguments.add_argument("--work-dir", metavar="DIR", help="output folder of the run (run.work_dir)")
     arguments.add_argument("--load-from", metavar="FILE", help="weights to start from (detector.load_from)")
     arguments.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="DIR[/TAG]",
-        help="go on from the newest whole checkpoint of the work dir, or of DIR, or from the one named; "
-        "with DIR the config may be left out: then it is the saved one",
+        help="resume from the newest complete checkpoint of the work dir or of DIR, or from DIR/TAG; "
+        "with DIR the saved config is used if none is given",
     )
     arguments.add_argument(
         "--dry-run",
@@ -67,9 +70,7 @@ def train_arguments():
     return arguments
 
 
-def _overrides(options) -> list[str]:
-    import json
-
+def _overrides(options: argparse.Namespace) -> list[str]:
     overrides = list(options.set)
     if options.work_dir:
         overrides.append(f"run.work_dir={json.dumps(options.work_dir)}")
@@ -119,18 +120,20 @@ def dry_run_code(options) -> int:
     return USER_ERROR if stops or unknown else 0
 
 
-def _train(options) -> None:
+def _train(options: argparse.Namespace) -> None:
+    # Here, because --help must not wait for torch.
     from engine import distributed
     from engine.config import solve_batch
     from engine.recipes.load import load_config
     from engine.zero.processes import init_distributed
 
     overrides = _overrides(options)
-    # Before the slow imports, so that a slip shows at once.
+    # Before the slow imports, so that a mistake is reported at once.
     if options.deepspeed_config is not None:
         config = load_config(options.deepspeed_config, overrides)
         solve_batch(config.deepspeed, distributed.world_size())
 
+    # Here, because a wrong config must not wait for them.
     from engine import preemption
     from engine.train.after_step import Preempted
     from engine.train.loop import train

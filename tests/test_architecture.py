@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,47 @@ def test_a_room_imports_only_rooms_below_it(path):
             )
 
 
+# Files whose lazy imports still need their comments.
+UNEXPLAINED = (
+    "engine/planning/norms.py",
+    "engine/planning/scaling.py",
+    "engine/planning/step_trace.py",
+    "engine/zero/checked_files.py",
+    "engine/zero/fake_ranks.py",
+    "engine/zero/layout.py",
+    "engine/zero/module_trace.py",
+    "engine/zero/partitioned_build.py",
+    "engine/zero/processes.py",
+    "engine/zero/scalars.py",
+    "engine/zero/settings.py",
+    "engine/zero/whole_parameters.py",
+    "engine/zero/window.py",
+    "launch/plan.py",
+    "launch/train.py",
+)
+
+
+@pytest.mark.parametrize("path", files("engine", "launch"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_lazy_import_says_why(path):
+    """A comment on the line or directly above it; one above the first of consecutive imports serves them all."""
+    if str(path.relative_to(ROOT)) in UNEXPLAINED:
+        pytest.skip("not yet explained")
+    lines = [re.sub(r"# noqa: \w+", "# ", line) for line in path.read_text().splitlines()]
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    found = {
+        (node.lineno, node.end_lineno)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    }
+    explained = -1  # the last line of the block of imports that has a comment
+    for first, last in sorted(found):
+        reason = re.search(r"#\s*\S", " \n".join(lines[first - 1 : last])) or re.match(r"\s*#\s*\S", lines[first - 2])
+        consecutive = explained > 0 and not any(line.strip() for line in lines[explained : first - 1])
+        assert reason or consecutive, f"{path.relative_to(ROOT)}, line {first}: a lazy import without a reason"
+        explained = last
+
+
 def test_packages_import_one_way():
     above = {"models": ("engine", "launch"), "engine": ("launch",)}
     for package, forbidden in above.items():
@@ -155,7 +197,6 @@ def test_tests_and_benchmarks_are_apart():
 def test_every_imported_package_is_declared():
     """Distribution names, where they differ from the imported ones."""
     import configparser
-    import re
 
     names = {"mmdet": "onedl-mmdetection", "mmcv": "onedl-mmcv", "mmengine": "onedl-mmengine", "cv2": "opencv-python",
              "PIL": "pillow", "faster_coco_eval": "faster-coco-eval", "pydantic_core": "pydantic"}  # fmt: skip

@@ -25,7 +25,7 @@ class BatchPlan(NamedTuple):
 
 
 def solve_batch(config: dict[str, Any], world: int) -> BatchPlan:
-    """Fill in whichever of the three is missing or "auto"; say in one sentence why it cannot hold."""
+    """Compute whichever of the three keys is missing or "auto". ConfigError if the three do not fit together."""
     given: dict[str, int | None] = {}
     for key in KEYS:
         value = config.get(key, "auto")
@@ -43,15 +43,15 @@ def solve_batch(config: dict[str, Any], world: int) -> BatchPlan:
         accumulation = accumulation or 1
         return BatchPlan(micro * accumulation * world, micro, accumulation, world)
     if micro is None:
-        # Without a word on the micro-batch, no accumulation: what most users mean by a global batch alone.
+        # A global batch alone means no accumulation.
         accumulation = accumulation or 1
         micro = _divide(total, accumulation * world, f"{accumulation} accumulation steps x {world} ranks")
     elif accumulation is None:
         accumulation = _divide(total, micro * world, f"micro-batch {micro} x {world} ranks")
     if micro * accumulation * world != total:
         raise ConfigError(
-            f"train_batch_size {total} is not micro-batch {micro} x accumulation {accumulation} x {world} ranks "
-            f'= {micro * accumulation * world}: change one of the three, set one to "auto", or change the number of ranks'
+            f"train_batch_size {total} is not micro-batch {micro} x accumulation {accumulation} x {world} ranks = "
+            f'{micro * accumulation * world}: change one of the three, set one to "auto", or change the number of ranks'
         )
     return BatchPlan(total, micro, accumulation, world)
 

@@ -1,7 +1,7 @@
 """DeepSpeed's own keys of the JSON: their names, what `--resume` may change, and checks that need no DeepSpeed.
 
-DeepSpeed reads its top-level keys one by one and ignores any other without a word, so the check of names is ours (0.19.8).
-Values are checked by DeepSpeed itself, once it is imported (`engine.zero.settings.check_deepspeed`).
+DeepSpeed 0.19.8 silently ignores top-level keys that it does not know, so we check the names.
+DeepSpeed itself checks the values, once it is imported (`engine.zero.settings.check_deepspeed`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES: dict[ResumePolicy, str] = {
 }
 DEEPSPEED_KEYS: dict[str, ResumePolicy] = {name: policy for policy, names in _NAMES.items() for name in names.split()}
 
-# Keys of older versions that DeepSpeed 0.19 refuses, with an exception that is neither a ValueError nor an AssertionError.
+# Keys of older versions. DeepSpeed 0.19 refuses them with an exception that is no ValueError and no AssertionError.
 _OLD = """
         amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula
         progressive_layer_drop quantize_training sparse_attention sparse_gradients
@@ -52,7 +52,7 @@ def check_names(data: dict[str, Any], blocks: tuple[str, ...]) -> None:
 
 
 def check_values(config: dict[str, Any]) -> None:
-    """The values that our own code reads before DeepSpeed is imported."""
+    """Check the values that our own code reads before DeepSpeed is imported."""
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(f'zero_optimization must be an object such as {{"stage": 2}}, got {zero!r}')

@@ -1,11 +1,11 @@
-"""Dotted keys of the JSON, as --set takes them."""
+"""Dotted keys of the JSON, as used by --set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Below these, keys themselves hold dots: they are written whole.
+# Keys below these may contain dots themselves, so the rest of the path is one key.
 _WHOLE_BELOW = (["detector", "options"], ["optimizer", "paramwise", "lr_mult"])
 
 
@@ -19,7 +19,7 @@ def split_key(key: str) -> list[str]:
 
 
 def value_at(data: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value under a dotted key, or `default` where nothing is."""
+    """The value under a dotted key, or `default` if there is none."""
     node: Any = data
     for part in split_key(key):
         if not isinstance(node, Mapping) or part not in node:

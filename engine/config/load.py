@@ -1,6 +1,6 @@
 """Find and read a JSON file, apply overrides, and validate the result as a RunConfig.
 
-`engine.recipes.load` puts these steps together and fills in recipes between them.
+`engine.recipes.load` combines these steps and fills in recipes in between.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
+import ds_configs  # a namespace package that holds JSON files only
 from engine.config.deepspeed_keys import check_values
 from engine.config.keys import split_key
-from engine.config.schema import RunConfig
+from engine.config.schema import Block, RunConfig, block_of
 from engine.errors import ConfigError, nearest
 
 BLOCKS = ("name", "recipe", "detector", "data", "optimizer", "schedule", "run")
 
-PAPER = Path("paper")  # below ds_configs: a file for every row of the paper's tables
+PAPER = Path("paper")  # folder in ds_configs with a file for every row of the paper's tables
 
 
 def find_config(name: str) -> Path:
-    """A path as it stands, or a file of the installed `ds_configs` by name, with or without `.json`."""
+    """The file at a path, or a file of the installed `ds_configs` by name, with or without `.json`."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    import ds_configs  # a namespace package: it holds JSON files only
-
-    # Not for any other folder: a slip in the path of one's own quickstart.json must not run ours.
+    # Only without a folder: a typo in the path of the user's own quickstart.json must not run ours.
     inside = path.relative_to("ds_configs") if path.is_relative_to("ds_configs") else path
     for folder in ds_configs.__path__ if inside.parent in (Path("."), PAPER) else ():
         for candidate in (Path(folder) / inside, Path(folder) / f"{inside}.json"):
@@ -44,8 +43,6 @@ def find_config(name: str) -> Path:
 
 
 def _shipped(pattern: str) -> list[str]:
-    import ds_configs
-
     return sorted(
         {
             str(path.relative_to(folder).with_suffix(""))
@@ -56,7 +53,7 @@ def _shipped(pattern: str) -> list[str]:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds, as it stands."""
+    """The JSON object in a file, not yet validated."""
     try:
         data = json.loads(
             path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
@@ -86,7 +83,10 @@ def _no_constant(word: str) -> Any:
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """`a.b=c` sets data["a"]["b"]; c is JSON where it parses as such, else text. `detector.options.x.y=c` is one option."""
+    """`a.b=c` sets data["a"]["b"]. c is read as JSON if it is valid JSON, else as text.
+
+    `detector.options.x.y=c` sets the option "x.y".
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f'--set takes KEY=VALUE with a dotted key, such as run.seed=1, got "{override}"')
@@ -97,7 +97,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     parts = split_key(key)
     node = data
     for depth, part in enumerate(parts[:-1]):
-        if node.get(part) is None:  # a saved config writes what was not given as null
+        if node.get(part) is None:  # a saved config has null for what was not given
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
@@ -106,7 +106,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def validate(data: dict[str, Any]) -> RunConfig:
-    """The typed config of a JSON in which nothing is left to a recipe."""
+    """The typed config of a JSON whose recipe is already filled in."""
     data = dict(data)
     blocks = {key: data.pop(key) for key in BLOCKS if key in data}
     check_values(data)
@@ -131,7 +131,7 @@ _EXPECTED = {
 
 
 def _one_sentence(error: ValidationError) -> str:
-    # A misspelt key is at once unknown and missing: the first says what to do.
+    # A misspelt required key is reported as unknown and as missing. "Unknown" is the more helpful message.
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"])
     kind, given, context = first["type"], first["input"], first.get("ctx", {})
@@ -159,18 +159,14 @@ def _one_sentence(error: ValidationError) -> str:
 
 
 def _known_keys(parents: Sequence[str]) -> list[str]:
-    model: Any = RunConfig
+    block: type[Block] = RunConfig
     for part in parents:
-        annotation = model.model_fields[part].annotation
-        candidates = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")]
-        if not candidates:
-            return []
-        model = candidates[0]
-    return list(model.model_fields)
+        block = block_of(block.model_fields[part].annotation) or Block
+    return list(block.model_fields)
 
 
 def _absolute_paths(config: RunConfig) -> RunConfig:
-    """Paths are relative to the current directory (those of a split to data.root); saved, they are absolute."""
+    """Make paths absolute: those of a split are relative to data.root, all others to the current directory."""
     data = config.data
     if data.dataset != "shapes":
         root = _expand(data.root)

@@ -1,38 +1,42 @@
-"""The typed form of our blocks. Every field's meaning stands in its description, from which docs/config.md is made.
+"""The typed form of our blocks. The descriptions say what each field means; docs/config.md is generated from them.
 
-DeepSpeed's keys are not modelled here: they are passed through untouched (`RunConfig.deepspeed`).
+DeepSpeed's keys are not modelled here: they are passed on unchanged (`RunConfig.deepspeed`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# What `--resume` does with a value that is not the saved one. "free": take the new one, it changes no weight (up to
-# rounding). "changes": take the new one and tell the user that the run computes something else from here on. "fixed":
-# refuse, because the moments, the place in the epoch or the meaning of a step would no longer fit.
+# What `--resume` does with a value that differs from the saved one. "free": use the new one; it changes no weight, up
+# to rounding. "changes": use the new one and tell the user that results differ from here on. "fixed": refuse it,
+# because the optimizer state, the place in the epoch or the meaning of a step would no longer fit.
 ResumePolicy = Literal["free", "changes", "fixed"]
 
 
 def setting(
     default: Any = ..., *, resume: ResumePolicy, description: str, free_keys: tuple[str, ...] = (), **bounds: Any
 ) -> Any:
-    """A field of a block. `resume` has no default, so that a new field cannot be forgotten; it also holds for all keys
-    below the field, but for `free_keys`."""
-    extra = {"resume": resume, "free_keys": list(free_keys)}
+    """A field of a block. `resume` also holds for all keys below the field, except `free_keys`."""
+    extra: Any = {"resume": resume, "free_keys": free_keys}
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
 class Block(BaseModel):
-    # strict: "3" is not a number and 1 is not true, so that a slip in the JSON is seen and not guessed at.
+    # strict: "3" is not a number and 1 is not true, so that a mistake in the JSON is reported and not guessed at.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+def block_of(annotation: Any) -> type[Block] | None:
+    """The block that a field of this type holds, if any."""
+    return next((part for part in (annotation, *get_args(annotation)) if hasattr(part, "model_fields")), None)
+
+
 class AblationConfig(Block):
-    no_fpn: bool = Field(False, description="heads on the backbone's last map instead of a pyramid")
+    no_fpn: bool = Field(False, description="heads on the backbone's last feature map instead of a pyramid")
     independent_heads: bool = Field(
-        False, description="a dense head (RetinaNet's, or the RPN) of its own for every level"
+        False, description="a separate dense head (RetinaNet's head, or the RPN) for every level"
     )
     ignored_pixels: float = Field(0.0, ge=0, lt=1, description="share of pixels left out of the dense head's loss")
 
@@ -49,12 +53,12 @@ class DetectorConfig(Block):
         "of a timm model, arguments of timm.create_model",
     )
     load_from: str | None = setting(
-        None, resume="free", description="weights to start from: a detector or a backbone, .pth or .safetensors"
+        None, resume="free", description="weights to start from, of a detector or a backbone: .pth or .safetensors"
     )
     drop_mismatched: bool = setting(
         False,
         resume="free",
-        description="leave out tensors of load_from with another shape, such as heads for other classes",
+        description="skip tensors of load_from whose shape differs, such as heads for other classes",
     )
     frozen: list[str] = setting([], resume="fixed", description="prefixes of parameters that are not trained")
     ablation: AblationConfig = setting(
@@ -62,13 +66,15 @@ class DetectorConfig(Block):
     )
     sync_bn: bool = setting(False, resume="changes", description="batch-norm statistics over all ranks")
     checkpoint_activations: list[str] = setting(
-        [], resume="free", description="prefixes whose blocks are recomputed in backward"
+        [], resume="free", description="prefixes of modules whose blocks are recomputed in backward"
     )
     zero_init: bool = setting(
-        False, resume="free", description="build the model already partitioned (ZeRO-3, models that do not fit)"
+        False, resume="free", description="build the model partitioned (ZeRO-3; for models that do not fit in memory)"
     )
     skippable: list[str] = setting(
-        [], resume="free", description="prefixes of modules that some ranks may skip in a step: kept whole under ZeRO-3"
+        [],
+        resume="free",
+        description="prefixes of modules that some ranks may skip in a step; ZeRO-3 keeps them gathered",
     )
 
 
@@ -79,34 +85,42 @@ class SplitConfig(Block):
     images: str = Field(description="image folder (coco, ade20k), or folder of class folders (folders)")
     panoptic: str | None = Field(None, description="folder of panoptic PNGs (panoptic task)")
 
+    @property
+    def annotation_path(self) -> str:
+        """`annotations`, which every data set has except "folders"."""
+        assert self.annotations is not None
+        return self.annotations
+
 
 class ShapesConfig(Block):
     train_images: int = Field(400, ge=1, description="training images")
     val_images: int = Field(100, ge=1, description="validation images")
     image_size: int = Field(160, ge=64, le=2048, description="longer side in pixels")
-    max_objects: int = Field(6, ge=1, le=40, description="most objects in an image")
+    max_objects: int = Field(6, ge=1, le=40, description="largest number of objects in an image")
     seed: int = Field(0, ge=0, description="seed of the generator")
 
 
 class ClassificationConfig(Block):
-    image_size: int = Field(224, ge=16, description="side in pixels of the squares that the classifier sees")
+    image_size: int = Field(224, ge=16, description="side in pixels of the square images that the classifier sees")
     crop_scale: list[float] = Field(
         [0.08, 1.0],
         min_length=2,
         max_length=2,
-        description="least and greatest share of an image's area in a training crop",
+        description="smallest and largest share of an image's area in a training crop",
     )
     eval_crop: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of the shorter side kept in evaluation; default: timm's of the model, or 0.875",
+        description="share of the shorter side kept in evaluation; default: timm's value for the model, or 0.875",
     )
-    color_jitter: float = Field(0.4, ge=0, description="change of brightness, contrast, saturation (no auto_augment)")
+    color_jitter: float = Field(
+        0.4, ge=0, description="change of brightness, contrast and saturation; not used with auto_augment"
+    )
     auto_augment: str | None = Field(None, description='timm\'s name of an augmentation, e.g. "rand-m9-mstd0.5"')
     random_erasing: float = Field(0.25, ge=0, le=1, description="probability of Random Erasing, with noise")
-    mixup: float = Field(0.8, ge=0, description="alpha of Mixup; 0 none")
-    cutmix: float = Field(1.0, ge=0, description="alpha of CutMix; 0 none; with both, a micro-batch takes one of them")
+    mixup: float = Field(0.8, ge=0, description="alpha of Mixup; 0: none")
+    cutmix: float = Field(1.0, ge=0, description="alpha of CutMix; 0: none; with both, a micro-batch uses one of them")
     label_smoothing: float = Field(0.1, ge=0, lt=1, description="weight of the uniform distribution in the targets")
 
     @model_validator(mode="after")
@@ -129,13 +143,12 @@ class DataConfig(Block):
     dataset: Literal["coco", "ade20k", "shapes", "folders"] = setting(
         "coco",
         resume="fixed",
-        description="files in COCO layout (also Objects365 and COCO-panoptic); in ADE20K's, for semantic; the "
-        "embedded data set; or images in a folder for each class. Classification cuts out the objects "
-        "of coco and shapes",
+        description="COCO layout (also Objects365 and COCO-panoptic); ADE20K layout (semantic); the embedded data set; "
+        "a folder of images for each class (classification). Classification on coco and shapes crops the objects",
     )
     root: str = setting("", resume="free", description="folder that the paths of train and val are relative to")
-    train: SplitConfig | None = setting(None, resume="fixed", description="training split (all but shapes)")
-    val: SplitConfig | None = setting(None, resume="free", description="validation split (all but shapes)")
+    train: SplitConfig | None = setting(None, resume="fixed", description="training split (not for shapes)")
+    val: SplitConfig | None = setting(None, resume="free", description="validation split (not for shapes)")
     shapes: ShapesConfig = setting(ShapesConfig(), resume="fixed", description="size of the embedded data set (shapes)")
     classification: ClassificationConfig = setting(
         ClassificationConfig(), resume="changes", description="images and targets of a classifier (classification)"
@@ -152,11 +165,11 @@ class DataConfig(Block):
     )
     flip: float = setting(0.5, ge=0, le=1, resume="changes", description="probability of a horizontal flip")
     augmentation: list[dict[str, Any]] = setting(
-        [], resume="changes", description="further mmdet transforms, after the flip, as mmdet writes them"
+        [], resume="changes", description="more mmdet transforms, applied after the flip, as in an mmdet config"
     )
-    keep_empty: bool = setting(False, resume="fixed", description="train on images without objects too")
+    keep_empty: bool = setting(False, resume="fixed", description="also train on images without objects")
     group_by_aspect: bool = setting(
-        False, resume="fixed", description="micro-batches of like orientation inside a global batch"
+        False, resume="fixed", description="sort the images of a global batch into micro-batches by orientation"
     )
     workers: int = setting(2, ge=0, le=64, resume="free", description="loader processes for each rank")
 
@@ -209,8 +222,7 @@ _DETECTION_ONLY = ("scale", "train_scales", "augmentation", "keep_empty", "group
 class ParamwiseConfig(Block):
     norm_decay: bool = Field(
         True,
-        description="weight decay on normalisation layers, other scales of one dimension, and "
-        "Swin's tables of positions",
+        description="weight decay on normalisation layers, other one-dimensional scales, and Swin's position tables",
     )
     bias_decay: bool = Field(True, description="weight decay on biases")
     lr_mult: dict[str, Annotated[float, Field(ge=0)]] = Field(
@@ -222,7 +234,7 @@ class ParamwiseConfig(Block):
 
 
 class SamConfig(Block):
-    rho: float = Field(0.05, gt=0, description="how far from the weights, in their norm, the gradient is taken")
+    rho: float = Field(0.05, gt=0, description="distance from the weights (L2 norm) at which the gradient is taken")
 
 
 class OptimizerConfig(Block):
@@ -230,13 +242,13 @@ class OptimizerConfig(Block):
         resume="fixed", description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)"
     )
     params: dict[str, Any] = setting(
-        {}, resume="changes", free_keys=("bucket_size",), description="its arguments, with torch's meaning"
+        {}, resume="changes", free_keys=("bucket_size",), description="the optimizer's arguments, as in torch"
     )
     paramwise: ParamwiseConfig = setting(
-        ParamwiseConfig(), resume="changes", description="exceptions for some parameters"
+        ParamwiseConfig(), resume="changes", description="different settings for some parameters"
     )
     sam: SamConfig | None = setting(
-        None, resume="changes", description="sharpness-aware minimisation over this optimizer, at twice the computation"
+        None, resume="changes", description="sharpness-aware minimisation with this optimizer; doubles the computation"
     )
 
 
@@ -255,7 +267,9 @@ class ScheduleConfig(Block):
         "multistep", resume="changes", description="shape after warm-up"
     )
     milestones: list[float] = setting(
-        [0.75, 0.917], resume="changes", description="multistep: drops, as epochs (> 1) or fractions (< 1)"
+        [0.75, 0.917],
+        resume="changes",
+        description="multistep: drops, in epochs (> 1) or as fractions of the run (< 1)",
     )
     gamma: float = setting(0.1, gt=0, le=1, resume="changes", description="multistep: factor at a milestone")
     power: float = setting(0.9, gt=0, resume="changes", description="poly: exponent")
@@ -273,46 +287,48 @@ class ScheduleConfig(Block):
 
 
 class RunSettings(Block):
-    seed: int = setting(0, ge=0, resume="fixed", description="everything random derives from it")
-    work_dir: str | None = setting(None, resume="free", description="where records go; default work_dirs/<name>-<time>")
+    seed: int = setting(0, ge=0, resume="fixed", description="seed of all random numbers")
+    work_dir: str | None = setting(None, resume="free", description="output folder; default work_dirs/<name>-<time>")
     eval_interval: float | None = setting(
-        None, ge=0, resume="free", description="epochs between evaluations; 0 never, default: at the end"
+        None, ge=0, resume="free", description="epochs between evaluations; 0: never, null (default): only at the end"
     )
     eval_backend: Literal["pycocotools", "faster-coco-eval"] = setting(
-        "pycocotools", resume="free", description="who computes AP"
+        "pycocotools", resume="free", description="library that computes AP"
     )
-    eval_batch_size: int = setting(1, ge=1, resume="free", description="images at a time in evaluation, on each rank")
+    eval_batch_size: int = setting(1, ge=1, resume="free", description="batch size of evaluation on each rank")
     checkpoint_interval: float | None = setting(
         1.0,
         ge=0,
         resume="free",
-        description="epochs between checkpoints, parts of one allowed, and at the end; 0 never, null: only at the end",
+        description="epochs between checkpoints (also fractions), and one at the end; 0: never, null: only at the end",
     )
-    keep_last: int = setting(2, ge=1, resume="free", description="how many checkpoints are kept")
+    keep_last: int = setting(2, ge=1, resume="free", description="how many of the newest checkpoints are kept")
     keep_best: str | None = setting(
         "auto",
         resume="free",
-        description="metric whose best checkpoint is kept as well; auto: the first one, null: none",
+        description="metric whose best checkpoint is also kept; auto: the first metric, null: none",
     )
     on_save_error: Literal["stop", "continue"] = setting(
-        "stop", resume="free", description="what to do where a checkpoint cannot be written, such as on a full disk"
+        "stop", resume="free", description="what to do if a file cannot be written, for example on a full disk"
     )
     ema: float | None = setting(
         None,
         gt=0,
         lt=1,
         resume="changes",
-        description="decay of an average of the weights, kept on the fp32 shards, e.g. 0.9998",
+        description="decay of the moving average of the weights (EMA), kept on the fp32 shards, e.g. 0.9998",
     )
     log_interval: int = setting(
-        10, ge=1, resume="free", description="optimizer steps between lines where the output is no terminal"
+        10, ge=1, resume="free", description="optimizer steps between log lines, if the output is not a terminal"
     )
-    max_nonfinite: int = setting(3, ge=1, resume="free", description="non-finite losses in a row that stop the run")
-    draw: int = setting(6, ge=0, le=64, resume="free", description="validation images drawn at the end")
+    max_nonfinite: int = setting(
+        3, ge=1, resume="free", description="stop after this many optimizer steps in a row with a non-finite loss"
+    )
+    draw: int = setting(6, ge=0, le=64, resume="free", description="number of validation images drawn at the end")
 
 
 class RunConfig(Block):
-    name: str = setting(resume="free", description="what the work dir is called")
+    name: str = setting("run", resume="free", description="part of the default work dir; for a file, its own name")
     recipe: str | None = setting(None, resume="fixed", description="a run of the paper (docs/recipes.md)")
     detector: DetectorConfig
     data: DataConfig
@@ -345,7 +361,7 @@ class RunConfig(Block):
         return self.deepspeed.get("zero_optimization", {}).get("stage", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The file that repeats this run: DeepSpeed's keys first, then our blocks."""
+        """The content of a file that repeats this run: DeepSpeed's keys first, then our blocks."""
         recipe = {"recipe": self.recipe} if self.recipe is not None else {}
         blocks = self.model_dump(exclude={"deepspeed", "name", "recipe"})
         return {"name": self.name, **recipe, **self.deepspeed, **blocks}

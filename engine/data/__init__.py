@@ -1,1 +1,1 @@
-"""Data sets, the order of their samples, and loaders."""
+"""Data sets, the order of their samples, and data loaders."""

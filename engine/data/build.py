@@ -1,4 +1,4 @@
-"""The data of a run: two splits, their classes, and where they lie on disk."""
+"""The data of a run: two splits, their classes, and their files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.coco import build_dataset, check_same_classes, read_annotations, read_classes, settle_file_names
+from engine.data.shapes import ShapesSettings, write_shapes
 from engine.data.types import Classes, Split
 from engine.errors import DataError
 
 
 def split_files(data: DataConfig) -> dict[str, SplitConfig]:
-    """The files of train and val; for the embedded data set they are written first, by one rank of each node."""
+    """The files of train and val. Those of the embedded data set are written first, by one rank of each node."""
     if data.dataset != "shapes":
+        assert data.train is not None and data.val is not None
         return {"train": data.train, "val": data.val}
-    from engine.data.shapes import ShapesSettings, write_shapes
-
     try:
         settings = ShapesSettings(**data.shapes.model_dump())
-        # One rank of a node writes; the others find the finished folder, or see the same error.
+        # One rank of a node writes; the others find the finished folder or get the same error.
         with distributed.together():
             if distributed.local_rank() == 0:
                 write_shapes(settings, progress=distributed.rank() == 0)
@@ -45,8 +45,8 @@ def _shapes_split(root: Path, split: str, task: str) -> SplitConfig:
 
 
 def read_content(files: SplitConfig) -> dict[str, Any]:
-    """The annotation file of a split, whose image names lead to images of its folder."""
-    content = read_annotations(files.annotations)
+    """The annotation file of a split, with image names relative to its image folder."""
+    content = read_annotations(files.annotation_path)
     settle_file_names(content, files.images)
     return content
 
@@ -56,12 +56,12 @@ def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
     contents = {name: read_content(split) for name, split in files.items()}
     panoptic = data.task == "panoptic"
     classes = read_classes(contents["train"], panoptic=panoptic)
-    check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotations)
+    check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotation_path)
     datasets = {
         name: build_dataset(data, files[name], classes, training=name == "train", content=contents[name])
         for name in files
     }
-    # Training keeps no second copy of its annotations: of Objects365 that would be gigabytes on every rank.
+    # No second copy of the training annotations is kept: for Objects365 that would be gigabytes on every rank.
     return (
         Split(dataset=datasets["train"], content={}, files=files["train"]),
         Split(dataset=datasets["val"], content=contents["val"], files=files["val"]),

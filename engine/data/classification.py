@@ -1,4 +1,4 @@
-"""Images with one class each: from a folder for each class, or objects cut out of a detection data set."""
+"""Images with one class each: from one folder per class, or objects cropped from a detection data set."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from engine.data.types import Classes
 from engine.errors import ConfigError, DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-# Side of the square around an object, in units of the longer side of its box: some surroundings belong to a picture.
-CROP_MARGIN = 1.25
+CROP_MARGIN = 1.25  # side of the square around an object, in units of the longer side of its box
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledSample:
-    """What the loop and the evaluation know of an image: its number, and its class where that is known."""
+    """The number of an image, and its class if that is known."""
 
     img_id: int
     label: int | None
@@ -32,19 +31,19 @@ class LabelledSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Images of a split. Arrays, not lists: loader processes share them, also the 14 million of ImageNet-22K."""
+    """The images of a split. Loader processes share arrays but not lists: ImageNet-22K has 14 million images."""
 
     folder: str
     names: np.ndarray  # bytes, relative to the folder
     labels: np.ndarray | None = None
-    boxes: np.ndarray | None = None  # x1, y1, x2, y2 of what is cut out
+    boxes: np.ndarray | None = None  # x1, y1, x2, y2 of the crop
 
     def path(self, index: int) -> str:
         return os.path.join(self.folder, os.fsdecode(self.names[index]))
 
 
 class LabelledImages:
-    """A listing as a data set for the loaders: images transformed, with their samples."""
+    """A listing as a data set for the loaders: transformed images with their samples."""
 
     def __init__(self, listing: Listing, transform: Callable[[Image.Image], Any]) -> None:
         self.listing, self.transform = listing, transform
@@ -70,7 +69,8 @@ class LabelledImages:
 
 
 def image_transform(data: DataConfig, model_name: str, *, training: bool) -> Callable[[Image.Image], Any]:
-    """timm's own transform for a model of timm: its mean, deviation and interpolation, with our settings."""
+    """timm's transform for a timm model: its mean, standard deviation and interpolation, with our settings."""
+    # Here, because only classification needs timm.
     from timm.data import create_transform, resolve_data_config
     from timm.models import get_pretrained_cfg
 
@@ -96,7 +96,7 @@ def image_transform(data: DataConfig, model_name: str, *, training: bool) -> Cal
             re_prob=settings.random_erasing,
             re_mode="pixel",
         )
-    except (AssertionError, KeyError, ValueError) as error:  # of the text, which timm takes apart
+    except (AssertionError, KeyError, ValueError) as error:  # from timm's parsing of auto_augment
         raise ConfigError(
             f'data.classification.auto_augment "{settings.auto_augment}" is not understood by timm '
             f'({type(error).__name__}: {error}): give for instance "rand-m9-mstd0.5"'
@@ -109,9 +109,10 @@ def list_files(paths: Sequence[Path]) -> Listing:
 
 
 def list_split(files: SplitConfig, classes: Classes | None) -> tuple[Listing, Classes]:
-    """A split and its classes. Given those of training, labels count in their order and both must have the same."""
+    """A split and its classes. With the training classes given, the split must have the same, and labels follow their
+    order."""
     if files.annotations is None:
-        # One rank looks: millions of names asked for by every rank would stall a shared file system.
+        # Only one rank lists the folder: millions of names for every rank would stall a shared file system.
         with distributed.together():
             found = list_class_folders(Path(files.images)) if distributed.rank() == 0 else None
         listing, own = distributed.broadcast_object(found)
@@ -128,7 +129,7 @@ def list_split(files: SplitConfig, classes: Classes | None) -> tuple[Listing, Cl
 
 
 def list_class_folders(folder: Path) -> tuple[Listing, Classes]:
-    """`folder/CLASS/*.JPEG`, as ImageNet has it: classes and images in the order of their names."""
+    """`folder/CLASS/*.JPEG`, as in ImageNet: classes and images sorted by name."""
     if not folder.is_dir():
         raise DataError(f"image folder {folder} does not exist: check data.root and the split's images")
     names: list[bytes] = []
@@ -153,8 +154,8 @@ def list_class_folders(folder: Path) -> tuple[Listing, Classes]:
 
 
 def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
-    """The objects of a COCO file, without crowds and slivers, each with a square around it."""
-    content = read_annotations(files.annotations)
+    """The objects of a COCO file, each with a square around it. Crowds and very thin objects are left out."""
+    content = read_annotations(files.annotation_path)
     settle_file_names(content, files.images)
     classes = read_classes(content, panoptic=False)
     if not Path(files.images).is_dir():

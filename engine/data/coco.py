@@ -1,4 +1,4 @@
-"""COCO-style data as mmdet loads it, with class names taken from the file and faults told in one sentence."""
+"""COCO-style data for mmdet: class names come from the file, and each fault is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.errors import DataError, nearest
 
 
 def read_annotations(path: str) -> dict[str, Any]:
-    """The whole annotation file, checked for what any COCO reader needs."""
+    """The content of an annotation file, checked for what any COCO reader needs."""
     try:
         content = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def read_annotations(path: str) -> dict[str, Any]:
 
 
 def _check_entries(content: dict[str, Any], path: str) -> None:
-    """Every entry has what readers take for granted; the first that has not is told by its place in the list."""
+    """Check that every entry has what readers expect. The error names the place of the first that has not."""
     for key, needed in (
         ("images", ("id", "file_name", "height", "width")),
         ("categories", ("id", "name")),
@@ -79,7 +79,7 @@ def check_same_classes(train: Classes, val: Classes, val_path: str, *, kind: str
 
 
 def train_pipeline(data: DataConfig, load: Any) -> list[Any]:
-    """`load` is what reads the annotations of an image."""
+    """Transforms for training. `load` reads the annotations of an image."""
     if data.train_scales is not None:
         resize = dict(type="RandomResize", scale=[tuple(s) for s in data.train_scales], keep_ratio=True)
     else:
@@ -95,7 +95,8 @@ def train_pipeline(data: DataConfig, load: Any) -> list[Any]:
 
 
 def test_pipeline(data: DataConfig, load_truth: Any = None) -> list[Any]:
-    """`load_truth` puts under `truth` what each rank scores its images against, where no rank can do so for all."""
+    """Transforms for evaluation. `load_truth` loads the ground truth into `truth`, for tasks in which each rank scores
+    its own images."""
     keys = ("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")
     return [
         dict(type="LoadImageFromFile", backend_args=None),
@@ -109,11 +110,11 @@ def build_dataset(
     data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool, content: dict[str, Any]
 ) -> Any:
     """An mmdet data set over one split."""
-    from engine.data.mmdet_coco import GigadetCoco  # before mmdet, which it sets up
+    from engine.data.mmdet_coco import GigadetCoco  # here: it imports mmdet, which takes seconds
 
     _check_split(data, split, content)
     if training and not data.keep_empty:
-        images_with_objects(content, classes, split.annotations)  # mmdet fails on an empty list (3.5.1)
+        images_with_objects(content, classes, split.annotation_path)  # mmdet fails on an empty list (3.5.1)
     options: dict[str, Any] = dict(
         content=content,
         data_prefix=dict(img=split.images),
@@ -121,11 +122,12 @@ def build_dataset(
         filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None,
     )
     if data.task == "panoptic":
-        from engine.data.panoptic import LoadPanoptic, LoadTruth, PanopticCoco
+        from engine.data.panoptic import LoadPanoptic, LoadTruth, PanopticCoco  # here: it imports mmdet
 
+        assert split.panoptic is not None
         pipeline = train_pipeline(data, LoadPanoptic()) if training else test_pipeline(data, LoadTruth())
         return PanopticCoco(
-            classes=classes, source=split.annotations, folder=split.panoptic, pipeline=pipeline, **options
+            classes=classes, source=split.annotation_path, folder=split.panoptic, pipeline=pipeline, **options
         )
     load = dict(type="LoadAnnotations", with_bbox=True, with_mask=data.task == "instance")
     return GigadetCoco(
@@ -137,7 +139,7 @@ def build_dataset(
 
 
 def images_with_objects(content: dict[str, Any], classes: Classes, path: str) -> set[int]:
-    """The images that the filter of empty ones leaves: those with a box, or with a segment of a thing."""
+    """The images that remain without empty ones: those with a box, or with a segment of a thing."""
     images = {image["id"] for image in content["images"]}
     things = set(classes.category_ids[: len(classes.things)])
     left = {
@@ -185,12 +187,12 @@ def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) 
             raise DataError(
                 f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}'
             )
-        from engine.data.panoptic import check_segments
+        from engine.data.panoptic import check_segments  # here: it imports mmdet
 
-        check_segments(content, split.annotations)
+        check_segments(content, split.annotation_path)
 
 
-# Listed by the JSON of Objects365's second version and in none of its archives (mmdet's datasets/objects365.py).
+# Listed in the JSON of Objects365's second version but in none of its archives (mmdet's datasets/objects365.py).
 _OBJECTS365_LACKS = (
     "patch16/objects365_v2_00908726.jpg",
     "patch6/objects365_v1_00320532.jpg",
@@ -199,10 +201,10 @@ _OBJECTS365_LACKS = (
 
 
 def settle_file_names(content: dict[str, Any], folder: str) -> None:
-    """Let `file_name` lead from the image folder to the images.
+    """Make every `file_name` relative to the image folder.
 
-    Objects365's second version names `images/v1/patch8/NAME.jpg`, and its archives unpack to `patch8/NAME.jpg`. They lack
-    three images, which go with their annotations.
+    Objects365's second version lists `images/v1/patch8/NAME.jpg`, but its archives unpack to `patch8/NAME.jpg`. They
+    lack three images, which are removed with their annotations.
     """
     lacking = {
         image["id"]
@@ -219,6 +221,6 @@ def settle_file_names(content: dict[str, Any], folder: str) -> None:
 
 
 def landscape_flags(dataset: Any) -> Sequence[bool]:
-    """Whether each image is wider than tall, for grouping by aspect."""
+    """Whether each image is at least as wide as tall, for grouping by aspect."""
     infos = (dataset.get_data_info(index) for index in range(len(dataset)))
     return [info["width"] >= info["height"] for info in infos]

@@ -1,11 +1,13 @@
-"""Loaders over a rank's share: micro-batches while training, every image exactly once in evaluation."""
+"""Loaders for a rank's share of the data: micro-batches in training, every image exactly once in evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Subset
+import cv2
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from engine.data.order import RankMicroBatches
 from engine.data.samples import SeededDataset, Unreadable, load_sample
@@ -14,7 +16,7 @@ from engine.preemption import ignore_in_loader
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Lists of images and data samples, as mmdet's preprocessor takes them; the first unreadable sample stands for all."""
+    """Lists of images and data samples, as mmdet's preprocessor expects them, or the first unreadable sample."""
     for sample in samples:
         if isinstance(sample, Unreadable):
             return sample
@@ -22,9 +24,6 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def _begin_worker(_: int) -> None:
-    import cv2
-    import torch
-
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     ignore_in_loader()
@@ -40,25 +39,27 @@ def training_loader(dataset: Any, seed: int, micro_batches: RankMicroBatches, *,
     )
 
 
-class _ByIndex:
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+class _Share(Dataset):
+    """Images rank, rank + world, ... of a data set."""
+
+    def __init__(self, dataset: Any, rank: int, world: int) -> None:
+        self.dataset, self.indices = dataset, range(rank, len(dataset), world)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.indices)
 
-    def __getitem__(self, index: int) -> Any:
-        return load_sample(self.dataset, index)
+    def __getitem__(self, place: int) -> Any:
+        return load_sample(self.dataset, self.indices[place])
 
 
 def evaluation_loader(dataset: Any, *, rank: int, world: int, batch: int, workers: int) -> DataLoader:
-    """Images rank, rank + world, ...: each of the data set is on exactly one rank."""
-    share = Subset(_ByIndex(dataset), range(rank, len(dataset), world))
+    """Batches of a rank's share: every image of the data set is on exactly one rank."""
+    share = _Share(dataset, rank, world)
     return DataLoader(share, batch_size=batch, collate_fn=collate, num_workers=workers, worker_init_fn=_begin_worker)
 
 
 def readable(batches: DataLoader) -> Iterator[Any]:
-    """The batches, or a DataError that names the image."""
+    """The batches; DataError with the image's name if one cannot be loaded."""
     for batch in batches:
         if isinstance(batch, Unreadable):
             raise DataError(batch.reason)

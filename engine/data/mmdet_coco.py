@@ -1,4 +1,4 @@
-"""mmdet's CocoDataset, for annotations that are incomplete and already in memory."""
+"""mmdet's CocoDataset for annotations that are already in memory and may be incomplete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmdet.datasets import CocoDataset  # noqa: E402
 
 
 class GigadetCoco(CocoDataset):
-    """mmdet's CocoDataset over annotations already in memory, also for hand-made files without `area` or `iscrowd`."""
+    """Also works for hand-made files without `area` or `iscrowd`."""
 
     METAINFO: dict[str, Any] = {}
 
@@ -28,7 +28,7 @@ class GigadetCoco(CocoDataset):
         self.cat_img_map: dict[int, set[int]] = defaultdict(set)
         by_image: dict[int, list[dict]] = defaultdict(list)
         for annotation in content["annotations"]:
-            if "bbox" not in annotation:  # nothing to train on: as COCO training skips a region without a box
+            if "bbox" not in annotation:  # nothing to train on: COCO training skips a region without a box
                 continue
             annotation.setdefault("area", annotation["bbox"][2] * annotation["bbox"][3])
             by_image[annotation["image_id"]].append(annotation)

@@ -1,8 +1,8 @@
-"""Which samples form which micro-batch: a function of seed and batch size alone, not of ranks or workers.
+"""Which samples form which micro-batch. This depends on the seed and the batch size only, not on ranks or workers.
 
-Epoch e is a permutation of the data set drawn from (seed, e), cut into ceil(size / batch) global batches, the last
-one filled up from the epoch's first samples. Micro-batch j = k N + r of a global batch (accumulation step k on rank
-r of N) is its j-th slice, whoever computes it.
+Epoch e is a permutation of the data set drawn from (seed, e). It is split into ceil(size / batch) global batches; the
+last one is filled up with the epoch's first samples. Micro-batch j = k N + r of a global batch (accumulation step k on
+rank r of N) is its j-th slice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from engine.randomness import ORDER
 
 
 class SampleKey(NamedTuple):
-    """One sample of the run: `position` in the epoch gives it random numbers of its own, also when an image repeats."""
+    """One sample of the run. Its random numbers depend on its `position` in the epoch, so repeated images differ."""
 
     epoch: int
     position: int
-    index: int
+    image: int  # index in the data set
 
 
 class GlobalBatches:
@@ -33,7 +33,7 @@ class GlobalBatches:
         self.steps_per_epoch = math.ceil(size / batch)
         self._landscape = landscape
         self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+        self._permutation: np.ndarray = np.empty(0, dtype=np.int64)
 
     def __getitem__(self, step: int) -> list[SampleKey]:
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -42,14 +42,15 @@ class GlobalBatches:
             self._epoch = epoch
         positions = range(within * self.batch, (within + 1) * self.batch)
         keys = [SampleKey(epoch, p, int(self._permutation[p % self.size])) for p in positions]
-        if self._landscape is not None:
-            # A stable sort inside the global batch: like orientations meet in a micro-batch, the batch stays the same.
-            keys.sort(key=lambda key: self._landscape[key.index])
+        landscape = self._landscape
+        if landscape is not None:
+            # A stable sort: micro-batches get images of like orientation, and the global batch stays the same.
+            keys.sort(key=lambda key: landscape[key.image])
         return keys
 
 
 class RankMicroBatches:
-    """The micro-batches of one rank in the order it computes them, from one optimizer step to another."""
+    """The micro-batches of one rank, in order, from one optimizer step to another."""
 
     def __init__(self, batches: GlobalBatches, plan: BatchPlan, *, rank: int, start: int, stop: int) -> None:
         self.batches, self.plan, self.rank, self.start, self.stop = batches, plan, rank, start, stop

@@ -1,7 +1,7 @@
-"""COCO-panoptic as it is downloaded: a JSON of segments beside a folder of PNGs, for mmdet and for scoring.
+"""COCO-panoptic as downloaded (a JSON of segments and a folder of PNGs), for mmdet and for scoring.
 
-mmdet's own data set needs the package panopticapi, which is on no registry, takes the order of the file's categories
-for that of the classes, and does not look whether a PNG fits its entry (3.5.1).
+mmdet's own data set (3.5.1) needs the package panopticapi, which is on no registry. It also assumes that classes are in
+the order of the file's categories, and does not check whether a PNG fits its entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import_mmdet()
 from mmdet.datasets.transforms import LoadAnnotations  # noqa: E402
 from mmdet.structures.mask import BitmapMasks  # noqa: E402
 
-IGNORED = 255  # class of void pixels in mmdet's training maps, whose pixels are bytes
+IGNORED = 255  # class of void pixels in mmdet's training maps, which have one byte per pixel
 
 
 class PanopticCoco(GigadetCoco):
@@ -61,7 +61,7 @@ class PanopticCoco(GigadetCoco):
         )
 
     def filter_data(self) -> list[dict]:
-        """Without images that show no object, as mmdet trains panoptic detectors, unless they are asked for."""
+        """Drop images without objects, as mmdet does for panoptic detectors, unless the config keeps them."""
         if self.test_mode or not (self.filter_cfg or {}).get("filter_empty_gt"):
             return self.data_list
         return [entry for entry in self.data_list if any(segment["object"] for segment in entry["segments"])]
@@ -71,7 +71,8 @@ class PanopticCoco(GigadetCoco):
 
 
 def check_segments(content: dict[str, Any], path: str) -> None:
-    """Every image has its entry, every segment an id of its own and a known category, and a byte can hold the classes."""
+    """Check that every image has an entry, that every segment has a unique id and a known category, and that the class
+    numbers fit in a byte."""
     if len(content["categories"]) > IGNORED:
         raise DataError(
             f"annotation file {path} lists {len(content['categories'])} categories, but panoptic training takes at "
@@ -112,7 +113,7 @@ def check_segments(content: dict[str, Any], path: str) -> None:
 
 
 def read_truth(info: dict[str, Any], shape: tuple[int, int]) -> PanopticMap:
-    """The map of an image of the data set, which is `shape` (height, width) large."""
+    """The panoptic map of an image of the data set; `shape` is (height, width)."""
     path = info["png"]
     try:
         ids = read_ids(path)
@@ -164,7 +165,7 @@ class LoadPanoptic(LoadAnnotations):
 
 
 class LoadTruth:
-    """For scoring: the map at the size of the image as it is on disk."""
+    """For scoring: the map at the image's original size."""
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
         return {**results, "truth": read_truth(results, results["ori_shape"])}

@@ -1,4 +1,4 @@
-"""A panoptic map: every pixel belongs to one segment or to none. In memory, and as the PNG that COCO ships."""
+"""A panoptic map: every pixel belongs to one segment or to none. In memory, and as a PNG in COCO's form."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from PIL import Image
 
 @dataclass(frozen=True, kw_only=True)
 class PanopticMap:
-    """`pixels` is 0 where there is no segment (void), and k where there is the one with `labels[k - 1]`."""
+    """A pixel is 0 if it belongs to no segment (void), and k if it belongs to the segment with `labels[k - 1]`."""
 
     pixels: np.ndarray
     labels: np.ndarray  # class of each segment: things first, then stuff
-    crowd: np.ndarray  # whether it is a group whose members nobody outlined; never so in predictions
+    crowd: np.ndarray  # whether a segment is a group without outlines of its members; never in predictions
 
     def class_map(self, void: int) -> np.ndarray:
         """The class of every pixel."""
@@ -23,7 +23,7 @@ class PanopticMap:
 
 
 def from_codes(codes: np.ndarray, void: int, *, base: int) -> PanopticMap:
-    """A prediction as mmdet codes it: class + base x instance, `void` for nothing."""
+    """From a prediction as mmdet encodes it: class + base x instance, or `void`."""
     found, pixels = np.unique(codes, return_inverse=True)
     number = np.cumsum(found != void)
     number[found == void] = 0
@@ -42,11 +42,11 @@ def segment_ids(png: np.ndarray) -> np.ndarray:
 
 
 def encode_png(ids: np.ndarray) -> np.ndarray:
-    """The RGB picture of segment ids: what `segment_ids` reads."""
+    """Segment ids as an RGB picture, the inverse of `segment_ids`."""
     return np.stack([ids % 256, ids // 256 % 256, ids // 256**2], -1).astype(np.uint8)
 
 
 def read_ids(path: str | Path) -> np.ndarray:
-    """Segment id of every pixel of a panoptic PNG file; OSError where it is no picture."""
+    """Segment id of every pixel of a panoptic PNG file; OSError if it is not a picture."""
     with Image.open(path) as image:
         return segment_ids(np.asarray(image.convert("RGB")))

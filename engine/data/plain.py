@@ -1,4 +1,4 @@
-"""Images of which nothing is known, in the form of a test data set: prediction is the same code as in evaluation."""
+"""Images without annotations as a test data set, so that prediction uses the same code as evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 class PlainImages:
     def __init__(self, paths: Sequence[Path], pipeline: Sequence[Any]) -> None:
-        from mmengine.dataset import Compose
+        from mmengine.dataset import Compose  # here: mmdet's libraries take seconds to import
 
         self.paths, self.pipeline = paths, Compose(pipeline)
 

@@ -1,8 +1,10 @@
-"""Loading one sample: seeded by its key, and with the file named if it cannot be read."""
+"""Load one sample, seeded by its key; the file is named if it cannot be read."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch.utils.data import Dataset
 
 from engine.data.order import SampleKey
 from engine.errors import DataError, first_line
@@ -10,7 +12,7 @@ from engine.randomness import SAMPLE, seed_all
 
 
 class Unreadable:
-    """A sample that could not be loaded. It travels instead of an exception, which a worker would wrap in a traceback."""
+    """Stands for a sample that could not be loaded. A worker would wrap an exception in a traceback."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -19,18 +21,18 @@ class Unreadable:
 def load_sample(dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
-    except Exception as error:  # whatever a transform raises: the file is named and the run stops with it
-        if isinstance(error, DataError):  # it says all there is to say
+    except Exception as error:  # a transform may raise anything: name the file
+        if isinstance(error, DataError):
             return Unreadable(str(error))
         path = dataset.get_data_info(index)["img_path"]
         if isinstance(error, FileNotFoundError):
             return Unreadable(f"image {path} does not exist, though the annotation file lists it")
-        # cv2 answers None for a broken file, and the loader trips over that.
+        # For a broken file cv2 returns None, on which the transforms fail.
         return Unreadable(f"image {path} cannot be loaded ({type(error).__name__}: {first_line(error)})")
 
 
-class SeededDataset:
-    """Samples by key: the augmentation of a sample depends on its key and the run's seed, not on who loads it."""
+class SeededDataset(Dataset):
+    """Samples by key. Augmentation depends on the key and the run's seed, not on the process that loads the sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -40,4 +42,4 @@ class SeededDataset:
 
     def __getitem__(self, key: SampleKey) -> Any:
         seed_all(self.seed, SAMPLE, key.epoch, key.position)
-        return load_sample(self.dataset, key.index)
+        return load_sample(self.dataset, key.image)

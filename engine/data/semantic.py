@@ -1,10 +1,10 @@
-"""ADE20K as it is downloaded: images beside PNGs of class numbers, in two folders with the same file names.
+"""ADE20K as downloaded: images and PNGs of class numbers, in two folders with the same file names.
 
     ADEChallengeData2016/images/training/ADE_train_00000001.jpg
     ADEChallengeData2016/annotations/training/ADE_train_00000001.png      0: no class, k: class k
     ADEChallengeData2016/objectInfo150.txt                                a line for each class
 
-Class k is label k - 1 of a model, and what has no class is ignored in training and in scoring.
+Class k is label k - 1 of a model. Pixels without a class are ignored in training and in scoring.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine.data.classification import IMAGE_SUFFIXES
 from engine.data.coco import test_pipeline, train_pipeline
 from engine.data.types import Classes
 from engine.errors import DataError
+from models.mmdet_setup import import_mmdet
 
 IGNORED = 255
 CLASS_TABLE = "objectInfo150.txt"
@@ -30,7 +31,7 @@ UNNAMED_CLASSES = 150
 
 
 def read_class_table(maps: Path) -> Classes:
-    """The classes of a data set whose maps lie in `maps`, from the table two folders above; numbered without one."""
+    """The classes of the maps in a folder, from the table two folders above; without a table, numbered classes."""
     table = maps.parent.parent / CLASS_TABLE
     if not table.is_file():
         names = [f"class {number}" for number in range(1, UNNAMED_CLASSES + 1)]
@@ -51,9 +52,9 @@ def read_class_table(maps: Path) -> Classes:
 
 
 def list_pairs(files: SplitConfig) -> list[tuple[str, str]]:
-    """File names of images and of their maps, in the order of their names. One rank looks, for all."""
+    """File names of images and of their maps, sorted. Rank 0 lists the folders and sends the names to the others."""
     with distributed.together():
-        pairs = _list_pairs(Path(files.images), Path(files.annotations)) if distributed.rank() == 0 else None
+        pairs = _list_pairs(Path(files.images), Path(files.annotation_path)) if distributed.rank() == 0 else None
     return distributed.broadcast_object(pairs)
 
 
@@ -73,7 +74,7 @@ def _list_pairs(images: Path, maps: Path) -> list[tuple[str, str]]:
 
 
 def read_class_map(path: str, shape: tuple[int, int], classes: int, image: str) -> np.ndarray:
-    """The label of every pixel of an image that is `shape` (height, width) large."""
+    """The label of every pixel of an image; `shape` is (height, width)."""
     try:
         with Image.open(path) as picture:
             numbers = np.asarray(picture)
@@ -93,14 +94,14 @@ def read_class_map(path: str, shape: tuple[int, int], classes: int, image: str) 
         raise DataError(
             f"class map {path} has class {unknown[0]}, but there are classes 1 to {classes} (0 or {IGNORED}: none)"
         )
-    # In bytes 0 - 1 is 255, which is what is ignored; 255 itself becomes 254.
+    # In bytes, 0 - 1 is 255, the ignored label. 255 itself becomes 254 and is set back.
     labels = numbers.astype(np.uint8) - np.uint8(1)
     labels[labels == IGNORED - 1] = IGNORED
     return labels
 
 
 class LoadClassMap:
-    """Reads an image's labels: under `gt_seg_map` they go through mmdet's transforms, under `truth` they stay as they are."""
+    """Reads an image's labels. mmdet's transforms change those in `gt_seg_map`, but not those in `truth`."""
 
     def __init__(self, classes: int, key: str) -> None:
         self.classes, self.key = classes, key
@@ -111,9 +112,9 @@ class LoadClassMap:
 
 
 class VariedCrop:
-    """A random part of an image in which no class covers more than `max_share`, as mmseg crops ADE20K for training.
+    """A random crop in which no class covers more than `max_share`, as mmseg crops ADE20K for training.
 
-    Ten places are tried, and the last is taken as it is. An image smaller than `size` (height, width) keeps its own.
+    Ten places are tried; the last one is used in any case. An image smaller than `size` (height, width) is not cropped.
     In a config: `"augmentation": [{"type": "VariedCrop", "size": [512, 512]}]`.
     """
 
@@ -123,7 +124,7 @@ class VariedCrop:
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
         labels = results["gt_seg_map"]
         for _ in range(10):
-            # numpy's generator, which the loader seeds for each sample.
+            # From numpy's generator, which the loader seeds for each sample.
             top, left = (np.random.randint(0, max(whole - part, 0) + 1) for whole, part in zip(labels.shape, self.size))
             place = np.s_[top : top + self.size[0], left : left + self.size[1]]
             counts = np.bincount(labels[place].ravel(), minlength=IGNORED + 1)[:IGNORED]
@@ -134,19 +135,18 @@ class VariedCrop:
 
 
 class ClassMapImages:
-    """Images with their maps as a data set for the loaders. The first `shown` of them are marked for drawing."""
+    """Images with their maps, as a data set for the loaders. The first `shown` of them are marked for drawing."""
 
     shown = 0
 
     def __init__(self, data: DataConfig, files: SplitConfig, classes: Classes, *, training: bool) -> None:
-        from models.mmdet_setup import import_mmdet
-
         import_mmdet()
+        # Here, because import_mmdet comes first and takes seconds.
         from mmdet.registry import TRANSFORMS
         from mmengine.dataset import Compose
 
         TRANSFORMS.register_module(module=VariedCrop, force=True)
-        self.files, self.pairs = files, np.array(list_pairs(files))  # an array, which loader processes share
+        self.files, self.pairs = files, np.array(list_pairs(files))  # an array: loader processes share it
         count = len(classes.things)
         self.pipeline = Compose(
             train_pipeline(data, LoadClassMap(count, "gt_seg_map"))
@@ -161,7 +161,7 @@ class ClassMapImages:
         image, png = self.pairs[index]
         return dict(
             img_path=os.path.join(self.files.images, image),
-            png=os.path.join(self.files.annotations, png),
+            png=os.path.join(self.files.annotation_path, png),
             img_id=index + 1,
             shown=index < self.shown,
         )

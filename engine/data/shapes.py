@@ -1,8 +1,8 @@
 """The embedded data set `shapes`, written once in the layouts of COCO, COCO-panoptic and ADE20K.
 
-The files have the names, ids and codings of the real ones, so that the loaders, filters and metrics of a real run
-read them unchanged and a run works on a machine without a data set. The folder is written aside and renamed in one
-step: whatever is killed meanwhile, a folder with the final name is complete.
+Names, ids and encodings are those of the real data sets, so that a run on a machine without data uses the same loaders,
+filters and metrics as a real run. The folder is written under a temporary name and renamed in one step: a folder with
+the final name is always complete.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from engine.data.panoptic_map import encode_png
 from engine.data.shapes_drawing import GENERATOR_VERSION, STUFF, THINGS, Category, Scene, draw_scene
 
-# Class k of the semantic maps is ADE20K_CLASSES[k - 1]: stuff first, since ADE20K sorts by how much a class covers.
+# Class k of the semantic maps is ADE20K_CLASSES[k - 1]: stuff first, because ADE20K sorts classes by area.
 ADE20K_CLASSES: tuple[Category, ...] = STUFF + THINGS
 _SPLITS = (("train", "training"), ("val", "validation"))
 _OUTLINE_SCALE = 4
@@ -29,7 +30,7 @@ _OUTLINE_SCALE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesSettings:
-    """What decides every file of the data set; `image_size` is the longer side, the shorter is 0.7 to 1 of it."""
+    """These settings determine every file. `image_size` is the longer side; the shorter is 0.7 to 1 times as long."""
 
     train_images: int = 400
     val_images: int = 100
@@ -38,7 +39,7 @@ class ShapesSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # Segments of an image share a uint8 map, and annotation ids leave two digits for them.
+        # The segments of an image must fit in a uint8 map and in two digits of the annotation ids.
         for name, low, high in (
             ("train_images", 1, 10**6),
             ("val_images", 1, 10**6),
@@ -59,10 +60,10 @@ class ShapesSettings:
 
 
 def write_shapes(settings: ShapesSettings, root: Path | None = None, *, progress: bool = False) -> Path:
-    """Write the data set once and return its folder; a finished one is reused.
+    """Write the data set, unless its folder exists already, and return the folder.
 
-    It lies below `root`, or else $GIGADET_CACHE, or else ~/.cache/gigadet. Any number of processes may call this
-    at once: each writes its own copy, the first to finish wins, and the others drop theirs.
+    It is in `root`, or else in $GIGADET_CACHE, or else in ~/.cache/gigadet. Any number of processes may call this at
+    once: each writes its own copy, the first one to finish keeps it, and the others delete theirs.
     """
     root = Path(root or os.environ.get("GIGADET_CACHE") or "~/.cache/gigadet").expanduser()
     folder = root / settings.folder_name
@@ -88,7 +89,7 @@ def _publish(aside: Path, folder: Path) -> None:
     try:
         aside.rename(folder)
     except OSError:
-        # Renaming onto a filled folder fails, which is how the loser of a race learns of it.
+        # Renaming to an existing, non-empty folder fails: another process was faster.
         if not folder.is_dir():
             raise
 
@@ -130,7 +131,7 @@ class _SplitWriter:
         self.image_rows: list[dict] = []
         self.instance_rows: list[dict] = []
         self.panoptic_rows: list[dict] = []
-        # Per semantic class, 0 being void: for ADE20K's table.
+        # For each semantic class (0: void), for ADE20K's table.
         self.pixels = np.zeros(len(ADE20K_CLASSES) + 1, np.int64)
         self.images_with = np.zeros(len(ADE20K_CLASSES) + 1, np.int64)
 
@@ -144,12 +145,12 @@ class _SplitWriter:
             max_objects=settings.max_objects,
         )
         rng = np.random.default_rng([settings.seed, self.split, index, 1])
-        # Rising with holes, and odd in val, so that no id is in both splits.
+        # Ids rise with gaps, and are even in train and odd in val, so that no id is in both splits.
         image_id = 14 * (index + 1) + 2 * int(rng.integers(7)) + self.split
         stem = f"{image_id:012d}"
         height, width = scene.labels.shape
         self.image_rows.append({"id": image_id, "file_name": f"{stem}.jpg", "height": height, "width": width})
-        # Label of the scene -> panoptic id and semantic class; label 0 is void in all three.
+        # From labels of the scene to panoptic ids and semantic classes; 0 is void in all three.
         panoptic_ids = np.zeros(len(scene.segments) + 1, np.int64)
         classes = np.zeros(len(scene.segments) + 1, np.uint8)
         rows = []
@@ -163,7 +164,7 @@ class _SplitWriter:
             row = {"category_id": category.id, "iscrowd": iscrowd, "bbox": _box(mask), "area": int(mask.sum())}
             rows.append({"id": int(panoptic_ids[label]), **row})
             if category.isthing:
-                # Never 0, which pycocotools takes for "no match".
+                # Never 0: for pycocotools that means "no match".
                 self.instance_rows.append(
                     {
                         "id": 100 * image_id + label,
@@ -178,8 +179,7 @@ class _SplitWriter:
     def _write_images(self, scene: Scene, stem: str, index: int, panoptic: np.ndarray, semantic: np.ndarray) -> None:
         picture = self.images / f"{stem}.jpg"
         Image.fromarray(scene.image).save(picture, quality=92)
-        rgb = np.stack([panoptic % 256, panoptic // 256 % 256, panoptic // 65536], -1).astype(np.uint8)
-        Image.fromarray(rgb).save(self.panoptic / f"{stem}.png")
+        Image.fromarray(encode_png(panoptic)).save(self.panoptic / f"{stem}.png")
         ade_stem = f"ADE_{self.name}_{index + 1:08d}"
         Image.fromarray(semantic).save(self.ade_maps / f"{ade_stem}.png")
         try:
@@ -194,7 +194,7 @@ class _SplitWriter:
     def finish(self) -> None:
         """Write the two annotation files."""
         things = [{"id": c.id, "name": c.name, "supercategory": "shape"} for c in THINGS]
-        # Things first: mmdet labels classes in this order, and its panoptic heads expect stuff behind the things.
+        # Things first: mmdet labels classes in this order, and its panoptic heads expect stuff after the things.
         both = [
             {**asdict(c), "isthing": int(c.isthing), "supercategory": "shape" if c.isthing else "texture"}
             for c in THINGS + STUFF
@@ -214,7 +214,7 @@ class _SplitWriter:
 
 
 def _panoptic_id(rng: np.random.Generator, category: Category, *, taken: np.ndarray) -> int:
-    """A colour near the category's that the image has not used (0, void, counts as taken)."""
+    """A colour near the category's that is not yet used in the image (0, void, counts as used)."""
     value = 0
     while value in taken:
         red, green, blue = np.clip(category.color + rng.integers(-20, 21, 3), 0, 255).tolist()
@@ -228,15 +228,15 @@ def _box(mask: np.ndarray) -> list[int]:
 
 
 def run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
-    """COCO's uncompressed RLE: lengths of runs down the columns, the first one of zeros."""
+    """COCO's uncompressed RLE: lengths of runs, column by column, starting with a run of zeros."""
     flat = np.concatenate([[False], mask.ravel(order="F")])
     starts = np.flatnonzero(flat[1:] != flat[:-1])
     return {"counts": np.diff(starts, prepend=0, append=mask.size).tolist(), "size": list(mask.shape)}
 
 
 def polygons(mask: np.ndarray) -> list[list[float]]:
-    """Outlines of the parts of a mask in COCO's coordinates; a part with a hole is cut in two through the hole."""
-    # Traced on an enlarged mask: OpenCV's contours run through pixel centres, COCO's along pixel borders.
+    """Outlines of the parts of a mask in COCO's coordinates. A part with a hole is split in two at the hole."""
+    # Traced on an enlarged mask: OpenCV's contours go through pixel centres, COCO's along pixel borders.
     x, y, width, height = _box(mask)
     crop = np.pad(mask[y : y + height, x : x + width].astype(np.uint8) * 255, 1)
     large = cv2.resize(crop, None, fx=_OUTLINE_SCALE, fy=_OUTLINE_SCALE, interpolation=cv2.INTER_LINEAR)
@@ -246,7 +246,7 @@ def polygons(mask: np.ndarray) -> list[list[float]]:
         cut = x - 1 + int(holes[0][:, 0, 0].mean()) // _OUTLINE_SCALE
         columns = np.arange(mask.shape[1])
         return polygons(mask & (columns < cut)) + polygons(mask & (columns >= cut))
-    # At most a quarter pixel of smoothing and an eighth of tracing: no pixel centre changes sides, decoding is exact.
+    # Smoothing moves a line by at most 1/4 pixel, tracing by 1/8: no pixel centre changes sides, so decoding is exact.
     lines = [cv2.approxPolyDP(contour, 0.25 * _OUTLINE_SCALE, closed=True)[:, 0] for contour in contours]
     corners = [(line + 0.5) / _OUTLINE_SCALE + (x - 1, y - 1) for line in lines if len(line) >= 3]
     return [line.ravel().round(2).tolist() for line in corners]

@@ -1,9 +1,8 @@
-"""Draw one scene of the `shapes` data set: textured shapes that hide each other before a textured background.
+"""Draw one scene of the `shapes` data set: textured shapes, partly hidden by each other, on a textured background.
 
-The pictures are for training a small detector in minutes on a CPU and for testing every loader without a download.
-Shapes have a typical colour that is not always kept and any texture, while the background classes differ in texture
-and colour as stuff does. A scene depends on (seed, split, index) and the size options alone, never on how many others
-are drawn.
+With these pictures a small detector trains in minutes on a CPU, and every loader can be tested without a download.
+A shape usually has the typical colour of its class, and any texture. The background classes differ in texture and
+colour, as stuff does. A scene depends only on (seed, split, index) and the size options.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 # Part of the cache folder's name: raise it when a picture or a file changes.
 GENERATOR_VERSION = 2
 MIN_VISIBLE_SHARE = 0.4
-# Parts that an occluder cut off and that are smaller than this become void: no annotator outlines three pixels.
+# Smaller parts, cut off by a shape in front, become void: no annotator outlines three pixels.
 MIN_PART_PIXELS = 8
 
 
@@ -31,7 +30,7 @@ class Category:
     color: tuple[int, int, int]
 
 
-# Ids have holes and stuff lies beyond 91 as in COCO, so that code which takes an id for a label fails here too.
+# Ids have gaps, and those of stuff are above 91, as in COCO: code that uses an id as a label fails here too.
 THINGS = tuple(
     Category(name=name, id=id_, isthing=True, color=color)
     for name, id_, color in (
@@ -72,7 +71,7 @@ class Scene:
 def draw_scene(*, seed: int, split: int, index: int, image_size: int, max_objects: int) -> Scene:
     """Draw scene `index` of a split: background regions, a crowd in some, then shapes from back to front."""
     canvas = _Canvas(np.random.default_rng([seed, split, index]), image_size)
-    # By position and not by chance: a set of 24 images is sure to hold each kind.
+    # By index and not at random, so that every set of 24 images has each kind.
     empty, crowd_only, with_crowd = (index % 24 == k for k in (5, 11, 17))
     canvas.draw_background()
     if crowd_only or with_crowd:
@@ -85,7 +84,7 @@ def draw_scene(*, seed: int, split: int, index: int, image_size: int, max_object
 
 
 class _Canvas:
-    """A scene in the making; `drawn` is how many pixels each thing had when it was in front."""
+    """A scene while it is drawn. `drawn` is the number of pixels of each thing before others were drawn over it."""
 
     def __init__(self, rng: np.random.Generator, image_size: int) -> None:
         self.rng, self.image_size = rng, image_size
@@ -98,7 +97,7 @@ class _Canvas:
         self.drawn: dict[int, int] = {}
 
     def draw_background(self) -> None:
-        """Two or three bands at a random angle with wavy borders, each a stuff class, and a thin void between them."""
+        """Two or three bands at a random angle with wavy borders, each of a stuff class, with thin void in between."""
         rng, size, (width, height) = self.rng, self.image_size, self.extent
         ys, xs = np.mgrid[:height, :width].astype(np.float32)
         along, across = _rotate(xs - width / 2, ys - height / 2, rng.uniform(0, 2 * np.pi))
@@ -132,14 +131,14 @@ class _Canvas:
         self.drawn[label] = int((self.labels == label).sum())
 
     def draw_object(self) -> None:
-        """One shape where it hides no other too far; none if a few tries find no such place."""
+        """One shape at a place where it hides no other too much; no shape if a few tries find no such place."""
         rng = self.rng
         category = THINGS[rng.integers(len(THINGS))]
         size = self.image_size * np.exp(rng.uniform(np.log(0.11), np.log(0.5)))
         for _ in range(8):
             centre = rng.uniform(0.05, 0.95, 2) * self.extent
             if self.drawn and rng.random() < 0.25:
-                # Near another shape, so that more of them are partly hidden than by chance.
+                # Near another shape, so that more shapes are partly hidden than by chance.
                 rows, columns = np.nonzero(self.labels == rng.choice(list(self.drawn)))
                 centre = np.array([columns.mean(), rows.mean()]) + rng.uniform(-0.6, 0.6, 2) * size
             points = _outline(rng, category.name, size, centre)
@@ -147,8 +146,8 @@ class _Canvas:
             mask = alpha > 127
             pixels = int(mask.sum())
             left = np.bincount(self.labels[~mask], minlength=len(self.segments) + 1)
-            # A thing whose visible part would be too small is never in the picture: seen and not annotated, it would
-            # teach a detector that shapes are background. What the image border cuts off may be a fifth.
+            # No thing may have too small a visible part: visible but not annotated, it would teach a detector that
+            # shapes are background. The image border may cut off a fifth.
             if pixels >= 2 * MIN_VISIBLE_SHARE * cv2.contourArea(points.astype(np.float32)) and all(
                 left[label] >= MIN_VISIBLE_SHARE * drawn for label, drawn in self.drawn.items()
             ):
@@ -170,7 +169,7 @@ class _Canvas:
 
 
 def _outline(rng: np.random.Generator, name: str, size: float, centre: np.ndarray) -> np.ndarray:
-    """The corners of a shape, turned by up to 20 degrees and slightly squeezed, in pixels."""
+    """The corners of a shape in pixels, rotated by up to 20 degrees and slightly squeezed."""
     points = _OUTLINES[name] * (size / 2) * (1, rng.uniform(0.8, 1.0))
     return np.stack(_rotate(points[:, 0], points[:, 1], rng.uniform(-0.35, 0.35)), 1) + centre
 
@@ -178,12 +177,12 @@ def _outline(rng: np.random.Generator, name: str, size: float, centre: np.ndarra
 def _coverage(points: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """How much of each pixel an outline covers, 0..255."""
     alpha = np.zeros(shape, np.uint8)
-    # OpenCV's whole coordinates are pixel centres, COCO's are pixel corners; four bits below the pixel.
+    # Whole coordinates are pixel centres in OpenCV and pixel corners in COCO. `shift` 4: in sixteenths of a pixel.
     return cv2.fillPoly(alpha, [np.round((points - 0.5) * 16).astype(np.int32)], 255, cv2.LINE_AA, shift=4)
 
 
 def _paint(rng: np.random.Generator, image: np.ndarray, alpha: np.ndarray, category: Category) -> None:
-    """Blend a random texture in, in shades of the class's colour (one in eight: of any) that stand out from beneath.
+    """Blend in a random texture, in shades of the class's colour (one in eight: of any) that differ from what is below.
 
     Classes have typical colours, as fruit or road signs do, so that the quickstart's detector learns them in minutes.
     """
@@ -212,7 +211,7 @@ def _rotate(x: np.ndarray, y: np.ndarray, angle: float) -> tuple[np.ndarray, np.
     return x * np.cos(angle) - y * np.sin(angle), x * np.sin(angle) + y * np.cos(angle)
 
 
-# Patterns: a field in 0..1 that mixes two colours.
+# A pattern gives the mixing weight (0..1) of two colours for every pixel.
 Pattern = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -255,7 +254,7 @@ _PATTERNS: tuple[Pattern, ...] = (_stripes, _checks, _dots, _gradient, _noise)
 
 
 def _stuff(dark: tuple[int, int, int], bright: tuple[int, int, int], pattern: Pattern) -> Pattern:
-    """A coloured texture whose two colours shift together from image to image."""
+    """A texture of two colours, which shift together from image to image."""
 
     def texture(rng: np.random.Generator, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
         shifted = (dark + rng.uniform(-22, 22, 3)).astype(np.float32)
@@ -285,27 +284,15 @@ def _crescent() -> np.ndarray:
     return np.concatenate([outer, inner[1:-1]]) + (0.2, 0)
 
 
-# Outlines within about the unit circle. None has a hole, since COCO's polygons cannot say one.
+# Outlines, about within the unit circle. None has a hole, because COCO's polygons cannot describe one.
 _OUTLINES: dict[str, np.ndarray] = {
     "disk": _ring(1.0, np.arange(48) / 48),
     "square": _ring(1.1, np.arange(4) / 4 + 1 / 8),
     "triangle": _ring(1.15, np.arange(3) / 3),
     "star": _ring(np.tile([1.15, 0.46], 5), np.arange(10) / 10),
     "cross": np.array(
-        [
-            (1, 0.35),
-            (0.35, 0.35),
-            (0.35, 1),
-            (-0.35, 1),
-            (-0.35, 0.35),
-            (-1, 0.35),
-            (-1, -0.35),
-            (-0.35, -0.35),
-            (-0.35, -1),
-            (0.35, -1),
-            (0.35, -0.35),
-            (1, -0.35),
-        ]
+        [(1, 0.35), (0.35, 0.35), (0.35, 1), (-0.35, 1), (-0.35, 0.35), (-1, 0.35)]
+        + [(-1, -0.35), (-0.35, -0.35), (-0.35, -1), (0.35, -1), (0.35, -0.35), (1, -0.35)]
     ),
     "crescent": _crescent(),
 }

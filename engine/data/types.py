@@ -1,4 +1,4 @@
-"""What the rest of the engine knows of a data set: its classes, and its splits."""
+"""What the rest of the engine needs to know about a data set: its classes and its splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.config.schema import SplitConfig
 
 
 class Classes(NamedTuple):
-    """Class names in label order, and how the file names them."""
+    """Class names in label order, and their ids in the annotation file."""
 
     things: tuple[str, ...]
     stuff: tuple[str, ...]
@@ -21,13 +21,13 @@ class Classes(NamedTuple):
         return self.things + self.stuff
 
     def to_meta(self) -> dict[str, Any]:
-        """As weight files carry them, under mmdet's names; ids are ours."""
+        """For weight files, under mmdet's names; `category_ids` is our addition."""
         meta = dict(classes=list(self.all), category_ids=list(self.category_ids))
         return meta | (dict(thing_classes=list(self.things), stuff_classes=list(self.stuff)) if self.stuff else {})
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Classes:
-        """Of a weight file that names its classes. One of mmdet has no ids."""
+        """From a weight file that names its classes. mmdet's files have no ids."""
         names = tuple(meta["classes"])
         things = len(names) - len(meta.get("stuff_classes", ()))
         return cls(names[:things], names[things:], tuple(meta.get("category_ids", range(1, len(names) + 1))))
@@ -36,5 +36,5 @@ class Classes(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Split:
     dataset: Any
-    content: dict[str, Any]  # the annotation file as it stands, for scoring; empty where the data set knows the labels
+    content: dict[str, Any]  # the annotation file, for scoring; empty if the data set has the labels
     files: SplitConfig

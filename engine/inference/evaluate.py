@@ -1,4 +1,4 @@
-"""Score a loaded model on a split of its data, over all ranks."""
+"""Score a loaded model on a split of its data, with all ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def output_folder(checkpoint: str) -> Path:
 
 
 def evaluate(loaded: Loaded, split_name: str, out: Path, *, tta: Sequence[str] | None = None) -> dict[str, float]:
-    """Score a split of the config's data on all ranks; `eval.json`, results and a picture go to `out`.
+    """Score a split of the config's data with all ranks, and write `eval.json`, results and a picture to `out`.
 
-    `tta` are scales of test-time augmentation ([]: the config's own), each as it is and mirrored.
+    `tta` are the scales of test-time augmentation ([]: the config's scale). Each is used with and without mirroring.
     """
     with distributed.together():
         split = loaded.task.build_split(split_name, loaded.classes)
@@ -48,7 +48,7 @@ def evaluate(loaded: Loaded, split_name: str, out: Path, *, tta: Sequence[str] |
 
 
 def with_views(loaded: Loaded, split: Split, texts: Sequence[str]) -> Loaded:
-    """The detector that sees every image of the split in several views; it finds boxes only."""
+    """A detector that predicts on several views of every image of the split. It finds boxes only."""
     data = loaded.config.data
     if data.task not in ("detection", "instance"):
         raise ConfigError(f'--tta merges boxes, but data.task is "{data.task}"')

@@ -1,4 +1,4 @@
-"""Out of a checkpoint: one weight file for mmdet, timm or anyone, an mmdet config beside it, or a universal folder."""
+"""Export a checkpoint: as one weight file for mmdet, timm or others, with an mmdet config, or as a universal folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from engine.checkpoints.finding import find_checkpoint
 from engine.checkpoints.reading import state_dict
@@ -18,10 +20,12 @@ from engine.data.coco import test_pipeline
 from engine.data.types import Classes
 from engine.errors import CheckpointError
 from engine.files import replacing
+from engine.modeling.detector import model_config
 from engine.modeling.weights import META_KEY, whole
 from engine.monitoring.live import LiveLine
 from engine.recipes.load import parse_config
 from engine.zero.checked_files import write_file
+from models.mmdet_setup import import_mmdet
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,7 +46,7 @@ def export_universal(source: str, out: Path) -> None:
 
 
 def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "float32") -> list[Path]:
-    """One `.pth` or `.safetensors`, and for a detector an mmdet config of the same name; returns what was written."""
+    """Write one `.pth` or `.safetensors`, and for a detector an mmdet config of the same name; returns the paths."""
     if out.suffix not in (".pth", ".safetensors"):
         raise CheckpointError(f"--out {out} must end in .pth or .safetensors")
     checkpoint = find_checkpoint(source, say=print)
@@ -73,7 +77,7 @@ def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "f
 
 
 def _converted(value: Any, dtype: torch.dtype | None, shared: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A copy of its own in the wanted type, or as it is; names of one parameter stay one tensor."""
+    """A copy in the wanted type (None: its own). Several names of one parameter give the same tensor."""
     if id(value) not in shared:
         tensor = whole(value)
         shared[id(value)] = tensor.to(dtype or tensor.dtype, copy=True)
@@ -81,29 +85,23 @@ def _converted(value: Any, dtype: torch.dtype | None, shared: dict[int, torch.Te
 
 
 def _save_safetensors(path: Path, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     seen: set[int] = set()
-    apart = {}
+    separate = {}
     for name, tensor in tensors.items():  # the format has no shared tensors
-        apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
+        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
     try:
         with replacing(path) as aside:
-            save_file(apart, str(aside), metadata={"format": "pt", META_KEY: json.dumps(meta)})
+            save_file(separate, str(aside), metadata={"format": "pt", META_KEY: json.dumps(meta)})
     except SafetensorError as error:
         raise OSError(0, str(error)) from None
 
 
 def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, Any]) -> Path:
-    """What mmdet's `init_detector` and `inference_detector` need: the model as built, and how images are prepared."""
-    from mmengine.config import Config
-
-    from engine.modeling.detector import model_config
-    from models.mmdet_setup import import_mmdet
-
+    """What mmdet's `init_detector` and `inference_detector` need: the model, and how images are prepared."""
     import_mmdet()
+    from mmengine.config import Config  # here: import_mmdet() must come first
+
     classes = Classes.from_meta(dataset_meta)
     model = model_config(config.detector, classes)
     content: dict[str, Any] = {
@@ -124,14 +122,11 @@ def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, A
 
 
 def _uses_ours(node: Any) -> bool:
-    from mmdet.registry import MODELS
+    """Whether a model dictionary names a class of our `models` package."""
+    from mmdet.registry import MODELS  # here: import_mmdet() must come first
 
     if isinstance(node, dict):
         kind = node.get("type")
         found = MODELS.get(kind) if isinstance(kind, str) else kind
-        return getattr(found, "__module__", "").startswith("models.") or any(
-            _uses_ours(value) for value in node.values()
-        )
-    return (
-        any(_uses_ours(value) for value in node) if isinstance(node, Sequence) and not isinstance(node, str) else False
-    )
+        return getattr(found, "__module__", "").startswith("models.") or any(map(_uses_ours, node.values()))
+    return isinstance(node, Sequence) and not isinstance(node, str) and any(map(_uses_ours, node))

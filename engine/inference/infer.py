@@ -14,7 +14,7 @@ from engine.tasks.detection import SCORE_SHOWN
 
 
 def find_images(source: str) -> list[Path]:
-    """An image, a folder (its images, not deeper) or a glob, in the order of their names."""
+    """The image, the images of a folder (not of its subfolders) or of a glob, sorted by name."""
     path = Path(source).expanduser()
     if path.is_dir():
         found = [p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES]
@@ -30,7 +30,7 @@ def find_images(source: str) -> list[Path]:
 
 
 def infer(loaded: Loaded, source: str, out: Path, *, threshold: float = SCORE_SHOWN) -> None:
-    """Run the model on images and write what it finds to `out`."""
+    """Run the model on images and write the results to `out`."""
     with distributed.together():
         paths = find_images(source)
     loaded.task.infer(partial(predict_images, loaded), loaded.classes, paths, out, threshold=threshold)

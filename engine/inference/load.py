@@ -1,4 +1,4 @@
-"""A trained model from a weight file or a checkpoint folder, ready to predict."""
+"""Load a trained model from a weight file or a checkpoint folder, ready to predict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.config.load import apply_override
 from engine.data.types import Classes
 from engine.errors import ConfigError
 from engine.modeling.precision import Precision
-from engine.modeling.preprocessing import Preprocessor
+from engine.modeling.preprocessing import Preprocess, Preprocessor
 from engine.modeling.weights import WeightsError, fit_weights
 from engine.recipes.load import load_config, parse_config
 from engine.tasks.base import Prediction, Task
@@ -27,16 +27,15 @@ from engine.tasks.registry import task_of
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     model: nn.Module
-    preprocess: Preprocessor
+    preprocess: Preprocess
     config: RunConfig
     task: Task
     classes: Classes
     precision: Precision = Precision()
 
 
-def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[str], *, ema: bool = False) -> Loaded:
-    """The model of a weight file or checkpoint folder. One of ours carries its config; any other needs
-    `--deepspeed_config`."""
+def load_model(checkpoint: str, config_name: str | None, overrides: Sequence[str], *, ema: bool = False) -> Loaded:
+    """The model of a weight file or checkpoint folder. Our files contain their config; others need `config_name`."""
     tensors, meta = read_weights(checkpoint, ema=ema)
     if config_name is not None:
         config = load_config(config_name, overrides)
@@ -48,11 +47,9 @@ def load_detector(checkpoint: str, config_name: str | None, overrides: Sequence[
     else:
         raise ConfigError(f"weight file {checkpoint} does not say how its detector is built: give --deepspeed_config")
     task = task_of(config)
-    known = meta.get("dataset_meta") if isinstance(meta.get("dataset_meta"), dict) else {}
-    if known.get("classes"):
-        classes = Classes.from_meta(known)
-    else:
-        classes = task.read_classes()
+    known: Any = meta.get("dataset_meta")
+    named = isinstance(known, dict) and known.get("classes")
+    classes = Classes.from_meta(known) if named else task.read_classes()
     model = task.build_model(classes)
     report = fit_weights(model, tensors, checkpoint, drop_mismatched=False)
     if report.missing:

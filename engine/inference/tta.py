@@ -1,4 +1,4 @@
-"""Test-time augmentation: every image at several scales and mirrored, boxes merged as mmdet's DetTTAModel does."""
+"""Test-time augmentation: predict at several scales, plain and mirrored, and merge the boxes as mmdet's DetTTAModel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from engine.config.schema import RunConfig
 from engine.data.types import Split
 from engine.errors import ConfigError
 from engine.modeling.detector import config_path
-from engine.modeling.preprocessing import Preprocessor
+from engine.modeling.preprocessing import Preprocess
 
-# Where the detector's config names no other.
+# Used if the detector's config has no `tta_model`.
 DEFAULT = dict(nms=dict(type="nms", iou_threshold=0.5), max_per_img=100)
 _META = ("img_id", "img_path", "ori_shape", "img_shape", "scale_factor", "flip", "flip_direction")
 
 
 def parse_scales(texts: Sequence[str], default: Sequence[int]) -> list[tuple[int, int]]:
-    """`1600x1200` as (longer, shorter); the config's own scale where none is given."""
+    """`1600x1200` as (longer, shorter); without texts the config's scale."""
     scales = []
     for text in texts:
         parts = text.lower().split("x")
@@ -30,8 +30,8 @@ def parse_scales(texts: Sequence[str], default: Sequence[int]) -> list[tuple[int
 
 
 def show_views(split: Split, scales: Sequence[tuple[int, int]]) -> None:
-    """Let the split's data set give every image in all views: each scale as it is and mirrored."""
-    from mmengine.dataset import Compose
+    """Let the split's data set return every image in all views: each scale, plain and mirrored."""
+    from mmengine.dataset import Compose  # here: mmdet's libraries take seconds to import
 
     split.dataset.pipeline = Compose(
         [
@@ -49,9 +49,9 @@ def show_views(split: Split, scales: Sequence[tuple[int, int]]) -> None:
 
 
 class ViewPreprocessor:
-    """Preprocesses view by view: the first view of all images of the batch, then the second, ..."""
+    """Preprocesses view by view: the first view of all images of the batch, then the second, and so on."""
 
-    def __init__(self, preprocess: Preprocessor) -> None:
+    def __init__(self, preprocess: Preprocess) -> None:
         self.preprocess = preprocess
 
     def __call__(self, batch: dict[str, Any], *, training: bool) -> tuple[list[Any], None]:
@@ -63,10 +63,11 @@ class ViewPreprocessor:
 
 
 class MergedViews(nn.Module):
-    """Predicts every view and merges their boxes. mmdet merges no masks, so a mask head is left out."""
+    """Predicts every view and merges their boxes. mmdet cannot merge masks, so a mask head is removed."""
 
-    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+    def __init__(self, model: Any, config: RunConfig) -> None:
         super().__init__()
+        # Here, because import_mmdet() must come first.
         from mmdet.models.test_time_augs import DetTTAModel
         from mmengine.config import Config, ConfigDict
 
@@ -75,7 +76,7 @@ class MergedViews(nn.Module):
                 raise ConfigError(f"--tta merges boxes, and {type(model).__name__} finds masks without regions")
             model.roi_head.mask_head = None
         own = Config.fromfile(str(config_path(config.detector.config))).get("tta_model")
-        self.model = model
+        self.model: Any = model
         self.merge = DetTTAModel(module=model, tta_cfg=ConfigDict(own.tta_cfg if own is not None else DEFAULT))
 
     def predict(self, views: Sequence[Any], _: None) -> list[Any]:

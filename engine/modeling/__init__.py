@@ -1,1 +1,1 @@
-"""Models: built from a name, with weights from a file, in the precision of the run."""
+"""Models: built from a name, with weights from a file, in the run's precision."""

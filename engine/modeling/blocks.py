@@ -1,4 +1,4 @@
-"""The blocks of a network, by name: what is recomputed as one, and what counts as one layer."""
+"""The blocks of a network, found by name. A block is recomputed as a unit and counts as one layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 def block_name(parameter_name: str) -> str | None:
     """The name up to its second number: `backbone.layer3.1.conv1.weight` -> `backbone.layer3.1`.
 
-    mmdet, timm and UniNet all count a stage and then a block in it, so everything inside a block shares this name.
-    None for what is in no block: stems, norms behind a stage, necks and heads.
+    mmdet, timm and UniNet number stages and then the blocks in a stage, so all parameters of a block share this name.
+    None for parameters outside of blocks: stems, norms after a stage, necks and heads.
     """
     parts, numbers = parameter_name.split("."), 0
     for position, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""The model of a run, ready for DeepSpeed: built, initialised, and converted to what the run asks for."""
+"""The model of a run, ready for DeepSpeed: built, initialised, and converted as the config asks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models.batch_norm import convert_batch_norm
 
 
 class ModelBuilder(Protocol):
-    """The part of a task that is needed here."""
+    """The part of `engine.tasks.base.Task` that is needed here; a room below does not import it."""
 
     config: RunConfig
 
@@ -46,7 +46,7 @@ def build_model(
     with partitioned(dict(config.deepspeed)) if detector.zero_init else contextlib.nullcontext():
         model = task.build_model(classes)
     model.data_preprocessor = task.build_preprocessor(classes)  # outside zero.Init, which would round its means
-    seed_all(config.run.seed, BUILD, 1)  # zero.Init draws numbers of its own while building
+    seed_all(config.run.seed, BUILD, 1)  # again, because zero.Init draws random numbers while building
     if not empty:
         initialise(model)
     if load is not None:

@@ -1,6 +1,6 @@
-"""A timm model as the loop trains it: `loss` and `predict` as an mmdet detector has them, Mixup and CutMix inside.
+"""A timm model with the interface of an mmdet detector (`loss`, `predict`), and with Mixup and CutMix.
 
-The timm model is called `backbone`, so that a checkpoint loads into a detector of the same backbone by its names.
+The timm model is called `backbone`, so that a checkpoint's names fit a detector with the same backbone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import timm
 import torch
+from timm.data import Mixup
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 
 from engine.config.schema import ClassificationConfig, DetectorConfig
@@ -25,7 +28,7 @@ import_mmdet()
 from mmengine.model import BaseDataPreprocessor  # noqa: E402
 
 TOP = 5
-# Arguments of create_model that are settled elsewhere, and where.
+# Arguments of create_model that are not options, and what sets them instead.
 _NOT_OPTIONS = {
     "num_classes": "the data",
     "pretrained": "detector.load_from",
@@ -37,7 +40,7 @@ _NOT_OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePrediction:
-    """The most probable classes of one image, the surest first; the loss where its class is known."""
+    """The most probable classes of one image, best first, and the loss if its class is known."""
 
     img_id: int
     label: int | None
@@ -47,7 +50,7 @@ class ImagePrediction:
 
 
 class StackImages(BaseDataPreprocessor):
-    """Images of one size as one tensor on the device; they come normalised from the loader."""
+    """Stacks images of one size into a tensor on the device. The loader has already normalised them."""
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         data = self.cast_data(data)
@@ -59,9 +62,6 @@ class Classifier(nn.Module):
 
     def __init__(self, backbone: nn.Module, num_classes: int, settings: ClassificationConfig) -> None:
         super().__init__()
-        from timm.data import Mixup
-        from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-
         self.backbone = backbone
         self.data_preprocessor = StackImages()
         self.mix: Callable | None = None
@@ -75,8 +75,8 @@ class Classifier(nn.Module):
         self.criterion = SoftTargetCrossEntropy() if self.mix else LabelSmoothingCrossEntropy(settings.label_smoothing)
 
     def init_weights(self) -> None:
-        """timm's constructors initialise, with the options' values: anew where zero.Init has cut that up, and where
-        there is nothing to choose, so that a model built partitioned starts as a plain one does."""
+        """timm's constructors have initialised the model with the options' values. Do it again if zero.Init has
+        partitioned the weights, or if `init_weights` takes no options, so that both builds start with equal weights."""
         again = getattr(self.backbone, "init_weights", None)
         if again is not None and (is_partitioned(self) or not inspect.signature(again).parameters):
             again()
@@ -89,11 +89,12 @@ class Classifier(nn.Module):
         return {"loss": self.criterion(self.backbone(images).float(), targets)}
 
     def mixed(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixup or CutMix of the micro-batch, from numpy's generator, which the loop seeds for each of them.
+        """Mixup or CutMix of the micro-batch, with numpy's generator, which the loop seeds for each micro-batch.
 
-        timm mixes the first image with the last, the second with the last but one, and wants an even number. An odd
-        micro-batch gets its second image once more as the first one's partner, so that no image is left unmixed.
+        timm mixes the first image with the last, the second with the last but one, and needs an even number. In an odd
+        micro-batch the second image is repeated as the first one's partner, so that no image is left unmixed.
         """
+        assert self.mix is not None
         count = len(images)
         if count % 2:
             even = [*range(count), min(1, count - 1)]
@@ -123,9 +124,7 @@ class Classifier(nn.Module):
 
 
 def timm_name(config: str) -> str:
-    """The name after `timm::`, known to timm."""
-    import timm
-
+    """The name after `timm::`; ConfigError if timm does not know it."""
     name = config.removeprefix("timm::")
     if not timm.is_model(name):
         raise ConfigError(f'timm has no model "{name}"{nearest(name, timm.list_models())}')
@@ -133,9 +132,7 @@ def timm_name(config: str) -> str:
 
 
 def build_classifier(config: DetectorConfig, classes: Classes, settings: ClassificationConfig) -> Classifier:
-    """The classifier on the CPU, or wherever `deepspeed.zero.Init` puts it."""
-    import timm
-
+    """The classifier on the CPU, or where `deepspeed.zero.Init` puts it."""
     name = timm_name(config.config)
     for option, place in _NOT_OPTIONS.items():
         if option in config.options:
@@ -143,7 +140,7 @@ def build_classifier(config: DetectorConfig, classes: Classes, settings: Classif
     try:
         with quiet():
             backbone = timm.create_model(name, pretrained=False, num_classes=len(classes.things), **config.options)
-    except Exception as error:  # timm asserts and raises in every way; what it says is what helps
+    except Exception as error:  # timm raises errors of many types; its message is what helps
         raise ConfigError(
             f'classifier "{config.config}" cannot be built with these options ({first_line(error)})'
         ) from error
@@ -160,7 +157,7 @@ def build_classifier(config: DetectorConfig, classes: Classes, settings: Classif
 
 
 def _check_size(backbone: nn.Module, name: str, size: int) -> None:
-    """Some transformers are built for one size of image and fail, in the first step, on any other."""
+    """Some transformers are built for one image size and would fail on any other in the first step."""
     patches = getattr(backbone, "patch_embed", None)
     own = getattr(patches, "img_size", None)
     if own is not None and getattr(patches, "strict_img_size", False) and tuple(own) != (size, size):

@@ -1,4 +1,4 @@
-"""From a name to a detector: zoo name, `mmdet::...` or a path; options; class count; nothing downloaded."""
+"""Build a detector from a zoo name, `mmdet::...` or a path, with options and class count. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from engine.data.types import Classes
 from engine.errors import ConfigError, first_line, nearest
 from engine.zero.scalars import whole_shape
 from models.mmdet_setup import import_mmdet, quiet
+from models.zoo import zoo_configs
 
 
 def config_path(name: str) -> Path:
-    from models.zoo import zoo_configs
-
     if name.startswith("mmdet::"):
-        import mmdet
+        import mmdet  # here: it takes seconds
 
         folder = Path(mmdet.__file__).parent / ".mim" / "configs"
         path = folder / name[len("mmdet::") :]
@@ -39,8 +38,9 @@ def config_path(name: str) -> Path:
 
 
 def model_config(config: DetectorConfig, classes: Classes) -> Any:
-    """The mmdet model dictionary as it will be built."""
+    """The mmdet model dictionary that will be built."""
     import_mmdet()
+    # Here, because import_mmdet comes first and takes seconds.
     from mmengine.config import Config
 
     from models.ablations.apply import apply_ablations
@@ -48,7 +48,7 @@ def model_config(config: DetectorConfig, classes: Classes) -> Any:
     path = config_path(config.config)
     try:
         full = Config.fromfile(str(path))
-    except Exception as error:  # a config is Python: anything may go wrong in it
+    except Exception as error:  # a config is Python and may raise anything
         raise ConfigError(f"mmdet config {path} cannot be read ({type(error).__name__}: {error})") from None
     if "model" not in full:
         raise ConfigError(f"mmdet config {path} defines no `model`")
@@ -77,7 +77,7 @@ def _walk(node: Any) -> Iterator[dict]:
 
 
 def _drop_downloads(model: Any) -> None:
-    """Pre-trained weights come from a file the user names: mmdet's own entries download, on every rank."""
+    """Remove mmdet's entries that download pre-trained weights on every rank. Weights come from the user's file."""
     for node in _walk(model):
         init = node.get("init_cfg")
         if isinstance(init, dict) and init.get("type") == "Pretrained":
@@ -98,14 +98,14 @@ def _size_heads(model: Any, classes: Classes) -> None:
 
 
 def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
-    """The detector on the CPU (or wherever `deepspeed.zero.Init` puts it), without initialised weights."""
-    from mmdet.registry import MODELS
+    """The detector on the CPU (or where `deepspeed.zero.Init` puts it), without initialised weights."""
+    from mmdet.registry import MODELS  # here: importing mmdet takes seconds
 
     dictionary = model_config(config, classes)
     try:
         with quiet():
             model = MODELS.build(dictionary)
-    except Exception as error:  # mmdet asserts and raises in every way; what it says is what helps
+    except Exception as error:  # mmdet raises errors of many types; its message is what helps
         raise ConfigError(
             f'detector "{config.config}" cannot be built with these options ({first_line(error)})'
         ) from error
@@ -122,7 +122,7 @@ def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
 
 
 def build_preprocessor(config: DetectorConfig, classes: Classes) -> nn.Module:
-    from mmdet.registry import MODELS
+    from mmdet.registry import MODELS  # here: importing mmdet takes seconds
 
     return MODELS.build(model_config(config, classes).get("data_preprocessor", dict(type="DetDataPreprocessor")))
 

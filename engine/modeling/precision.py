@@ -1,4 +1,4 @@
-"""bf16 and fp16: which type the model has, and what is computed in fp32 all the same."""
+"""bf16 and fp16: the type of the model, and what is still computed in fp32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The type that DeepSpeed casts the model to; fp32 where it casts nothing."""
+    """The type that DeepSpeed casts the model to; fp32 if it does not cast."""
 
     dtype: torch.dtype = torch.float32
 
@@ -30,16 +30,17 @@ class Precision:
         return self.dtype != torch.float32
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """Softmax, losses and norms in fp32 although the weights are of half precision."""
+        """Computes softmax, losses and norms in fp32 although the weights have half precision."""
         return torch.autocast(device.type, dtype=self.dtype) if self.half else contextlib.nullcontext()
 
 
 def loss_in_fp32(model: nn.Module) -> None:
     """Under bf16 or fp16, let heads compute targets, losses and boxes in fp32, and crop regions with fp32 corners.
 
-    Coordinates above 256 do not survive bf16, and sums over thousands of anchors overflow fp16: this is what makes
-    half precision fail on detectors. The networks themselves stay in half precision.
+    bf16 rounds coordinates above 256, and sums over thousands of anchors overflow fp16. Without this, half precision
+    fails on detectors. The networks themselves stay in half precision.
     """
+    # Here, because importing mmdet takes seconds.
     from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
 
     names = ("loss_by_feat", "predict_by_feat", "loss_and_target", "_predict_by_feat_single")
@@ -53,7 +54,7 @@ def loss_in_fp32(model: nn.Module) -> None:
 
 
 class _Fp32Call:
-    """A bound method called with fp32 tensors, outside autocast. A class so that the module can still be copied."""
+    """Calls a bound method with fp32 tensors, outside autocast. A class, so that the module can still be copied."""
 
     def __init__(self, method: Any) -> None:
         self.method = method

@@ -1,4 +1,4 @@
-"""Recompute blocks in backward instead of keeping their activations."""
+"""Activation checkpointing: recompute blocks in backward instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.recompute import recomputed
 
 
 def checkpoint_blocks(model: nn.Module, prefixes: Sequence[str]) -> int:
-    """Checkpoint every block below `prefixes`, or the module itself where it has none, and count them."""
+    """Checkpoint every block below `prefixes`, or the module itself if it has none; returns their number."""
     modules = dict(model.named_modules())
     count = 0
     for prefix in prefixes:

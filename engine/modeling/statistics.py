@@ -1,4 +1,4 @@
-"""Batch-norm statistics of all ranks as one: without SyncBN every rank has seen other images."""
+"""Batch-norm statistics over ranks. Without SyncBN they differ, because every rank sees other images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _running(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def join_statistics(model: nn.Module) -> None:
-    """Put the mean over ranks into every running mean and variance, so that all ranks score the same model."""
+    """Replace every running mean and variance by its mean over ranks, so that all ranks evaluate the same model."""
     buffers = list(_running(model).values())
     if not buffers or distributed.world_size() == 1:
         return
@@ -31,13 +31,13 @@ def join_statistics(model: nn.Module) -> None:
 
 
 def local_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's own running means and variances by name; empty on one rank, where they are the model's."""
+    """This rank's running means and variances by name. Empty with one rank: the model has them already."""
     return {} if distributed.world_size() == 1 else dict(_running(model))
 
 
 @torch.no_grad()
 def restore_statistics(model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Put back what `local_statistics` gave."""
+    """Restore what `local_statistics` returned."""
     for name, buffer in _running(model).items():
         if name in saved:
             buffer.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""Plain weight files in and out: .pth and .safetensors of a detector or a backbone, always loaded without pickled code."""
+"""Read plain weight files: .pth and .safetensors of a detector or a backbone, always without pickled code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from engine.errors import UserError, first_line
 from engine.zero.scalars import file_shape
 from engine.zero.whole_parameters import copy_into
 
-META_KEY = "gigadet"  # where a .safetensors file carries `meta`, as JSON
+META_KEY = "gigadet"  # key of `meta` (as JSON) in the metadata of a .safetensors file
 
 
 class WeightsError(UserError):
@@ -44,7 +45,7 @@ class LoadReport(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor that is read when it is needed."""
+    """A tensor that is read from disk when it is needed."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -55,23 +56,21 @@ def whole(value: torch.Tensor | Stored) -> torch.Tensor:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state dict of a file, whatever it is wrapped in, and its `meta`."""
+    """The state dict of a file (also if it is inside another dictionary) and its `meta`."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise WeightsError(f"weight file {path} does not exist")
     try:
         if path.suffix == ".safetensors":
-            from safetensors import safe_open
-
             with safe_open(str(path), framework="pt") as file:
                 content: Any = {
-                    "state_dict": {name: file.get_tensor(name) for name in file.keys()},
+                    "state_dict": {name: file.get_tensor(name) for name in list(file.keys())},
                     "meta": json.loads((file.metadata() or {}).get(META_KEY, "{}")),
                 }
         else:
-            # Files from before torch 1.6 are no zip archives, and only those can be mapped into memory.
+            # Only zip archives can be mapped into memory; files from before torch 1.6 are none.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # every reader has its own errors; what matters is the file and the reason
+    except Exception as error:  # readers raise errors of many types
         raise WeightsError(
             f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {first_line(error)})"
         ) from None
@@ -86,16 +85,15 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     )
     if not tensors:
         raise WeightsError(f"weight file {path} holds no named tensors")
-    return {key.removeprefix("module."): value for key, value in tensors.items()}, meta if isinstance(
-        meta, dict
-    ) else {}
+    meta = meta if isinstance(meta, dict) else {}
+    return {key.removeprefix("module."): value for key, value in tensors.items()}, meta
 
 
 def _as_named_here(tensors: Mapping[str, Any], model_names: set[str]) -> Mapping[str, Any]:
-    """The file's tensors under the names of the model: as they are, or below the backbone (mmdet's or timm's).
+    """The file's tensors under the model's names: unchanged, or as those of the backbone (mmdet's or timm's).
 
-    timm's feature extractors rename: a part of a sequence moves up (`stages.0.` is `stages_0.`), and some models are
-    wrapped once more (`model.`). A classifier of ours has timm's names below `backbone.` already.
+    timm's feature extractors rename parts of a sequence (`stages.0.` becomes `stages_0.`), and some models are wrapped
+    once more (`model.`). Our classifiers already have timm's names below `backbone.`.
     """
     bare = {name.removeprefix("backbone."): value for name, value in tensors.items()}
     flat = {re.sub(r"^(\w+)\.(\d+)\.", r"\1_\2.", name): value for name, value in bare.items()}
@@ -109,15 +107,16 @@ def _as_named_here(tensors: Mapping[str, Any], model_names: set[str]) -> Mapping
             ("backbone.body.model.", bare),
         )
     ]
-    return max(candidates, key=lambda named: len(named.keys() & model_names))  # the first of equals
+    return max(candidates, key=lambda named: len(named.keys() & model_names))  # the first of equal ones
 
 
 def fit_weights(model: nn.Module, tensors: Mapping[str, Any], path: str, *, drop_mismatched: bool) -> LoadReport:
-    """Copy what fits by name and shape into the model, which may be partitioned already; report the rest."""
+    """Copy tensors that fit by name and shape into the model, which may be partitioned; report the others."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     targets = {name: parameters.get(name, value) for name, value in model.state_dict(keep_vars=True).items()}
     tensors = _as_named_here(tensors, set(targets))
-    matched, dropped = [], []
+    matched: list[str] = []
+    dropped: list[str] = []
     for name in targets.keys() & tensors.keys():
         fits = file_shape(targets[name]) == tuple(tensors[name].shape)
         (matched if fits else dropped).append(name)
@@ -129,8 +128,9 @@ def fit_weights(model: nn.Module, tensors: Mapping[str, Any], path: str, *, drop
     if dropped and not drop_mismatched:
         name = sorted(dropped)[0]
         raise WeightsError(
-            f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and {file_shape(targets[name])} here "
-            "(another number of classes?); set detector.drop_mismatched to true to train such layers anew"
+            f"weight file {path} does not fit: {name} is {tuple(tensors[name].shape)} in the file and "
+            f"{file_shape(targets[name])} here (another number of classes?); set detector.drop_mismatched to true to "
+            "train such layers anew"
         )
     for name in sorted(matched):
         copy_into(targets[name], whole(tensors[name]))

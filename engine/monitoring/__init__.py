@@ -1,1 +1,1 @@
-"""What a run shows: a live line, records on disk, and pictures made from the records."""
+"""The output of a run: a live line, records on disk, and pictures made from the records."""

@@ -1,4 +1,4 @@
-"""The curves of a run, of its loss and of its AP or accuracy, drawn from its records."""
+"""Draw the curves of a run (loss, learning rate, scores) from its records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from engine.files import CURVES, EVALUATIONS, METRICS
 from engine.monitoring.records import read_records
 
+_SCORES = ("bbox_mAP", "bbox_mAP_50", "segm_mAP", "segm_mAP_50", "PQ", "mIoU", "accuracy_top1", "accuracy_top5")
+
 
 def _numbers(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     pairs = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
@@ -16,6 +18,7 @@ def _numbers(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], li
 
 
 def smoothed(values: list[float], weight: float = 0.9) -> list[float]:
+    """The exponential moving average, corrected for its start at zero."""
     smooth, average, norm = [], 0.0, 0.0
     for value in values:
         average = weight * average + (1 - weight) * value
@@ -26,7 +29,7 @@ def smoothed(values: list[float], weight: float = 0.9) -> list[float]:
 
 def draw_curves(work_dir: Path) -> Path:
     """`curves.png`: the loss and its parts, the learning rate, and each evaluation's metrics."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here: only reports draw
 
     steps = read_records(work_dir / METRICS)
     evaluations = read_records(work_dir / EVALUATIONS)
@@ -44,20 +47,7 @@ def draw_curves(work_dir: Path) -> Path:
         loss_axes.legend(fontsize=7)
     rate_axes.plot(*_numbers(steps, "lr"), color="tab:orange")
     rate_axes.set(title="learning rate", xlabel="optimizer step", ylim=(0, None))
-    names = [
-        key
-        for key in (
-            "bbox_mAP",
-            "bbox_mAP_50",
-            "segm_mAP",
-            "segm_mAP_50",
-            "PQ",
-            "mIoU",
-            "accuracy_top1",
-            "accuracy_top5",
-        )
-        if any(key in record for record in evaluations)
-    ]
+    names = [key for key in _SCORES if any(key in record for record in evaluations)]
     for key in names:
         x, y = _numbers(evaluations, key)
         share = [value / 100 for value in y] if key in ("PQ", "mIoU") else y  # those two are in percent

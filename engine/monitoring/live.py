@@ -1,4 +1,4 @@
-"""One live line on rank 0: a progress bar on a terminal, plain lines elsewhere."""
+"""One live line on rank 0: a progress bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+import psutil
 from tqdm import tqdm
 
 
 class LiveLine:
-    """Shows steps of a run or of an evaluation with rate and time to go."""
+    """Shows the steps of a run or an evaluation, and the time that is left."""
 
     def __init__(
         self,
@@ -23,7 +24,7 @@ class LiveLine:
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
-        stream = stream or sys.stderr  # looked up now, for it may have been redirected since the import
+        stream = stream or sys.stderr  # not a default argument: stderr may have been redirected since the import
         self._enabled, self._total, self._label, self._interval = enabled, total, label, interval
         self._stream, self._done, self._first = stream, start, start
         self._began = time.monotonic()
@@ -42,7 +43,7 @@ class LiveLine:
         )
 
     def advance(self, count: int) -> None:
-        """Several at once, without a text."""
+        """Count several steps at once, without a text."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -55,11 +56,8 @@ class LiveLine:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif self._done % self._interval == 0 or self._done == self._total:
-            print(
-                f"{self._label} {self._done}/{self._total} {text} ETA {clock(self._remaining())}",
-                file=self._stream,
-                flush=True,
-            )
+            line = f"{self._label} {self._done}/{self._total} {text} ETA {clock(self._remaining())}"
+            print(line, file=self._stream, flush=True)
 
     def _remaining(self) -> float:
         spent = time.monotonic() - self._began
@@ -81,18 +79,16 @@ def step_text(record: Mapping[str, Any]) -> str:
         f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
         f"{record['images_per_second']:.1f} img/s {record['memory_gb']:.2f} GB"
     )
-    if "mu" in record:  # AGVM's factors; the anchor's is always 1
+    if "mu" in record:  # AGVM's factors; that of the anchor is always 1
         text += " mu " + " ".join(f"{name.removesuffix('_head')} {value:.2f}" for name, value in record["mu"].items())
     return text
 
 
 def memory_gb() -> float:
-    """The accelerator's peak since the start, or this process's resident memory where there is no accelerator."""
-    from deepspeed.accelerator import get_accelerator
+    """The accelerator's peak memory since the start, or without an accelerator this process's resident memory."""
+    from deepspeed.accelerator import get_accelerator  # here: importing DeepSpeed takes seconds
 
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return accelerator.max_memory_allocated() / 2**30
-    import psutil
-
     return psutil.Process().memory_info().rss / 2**30

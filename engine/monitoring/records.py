@@ -1,4 +1,4 @@
-"""Records on disk: one JSON line per optimizer step, one per evaluation. Reports read these files and nothing else."""
+"""Records on disk: one JSON line per optimizer step, and one per evaluation. Reports read only these files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.files import json_values, replacing, telling
 
 
 class RecordFile:
-    """Appends JSON lines; every line is whole on disk before the next, so a killed run leaves a readable file."""
+    """Appends JSON lines. Each line is written before the next one, so a killed run leaves a readable file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -29,12 +29,9 @@ class RecordFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without the half line that a killed or a running run may leave at its end."""
-    lines = (
-        [(number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
-        if path.is_file()
-        else []
-    )
+    """The records of a file. A killed or running run may leave an incomplete last line, which is skipped."""
+    text = path.read_text() if path.is_file() else ""
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     records = []
     for number, line in lines:
         try:
@@ -46,9 +43,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_records(source: Path, target: Path, *, last_step: int) -> None:
-    """The records of `source` up to a step, as `target` (which may be the same file): whole or not at all.
+    """Write the records of `source` up to a step to `target` (which may be the same file), completely or not at all.
 
-    A run that was killed may leave half a line, and lines of steps that will be computed again.
+    A killed run may leave an incomplete line, and lines of steps that will be computed again.
     """
     kept = []
     for line in source.read_text().splitlines() if source.is_file() else ():

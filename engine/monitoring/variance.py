@@ -1,7 +1,7 @@
-"""Gradient variances of finished runs, read from their records and brought onto one axis.
+"""Gradient variances of finished runs, read from their records and put on a common axis.
 
-phi = 1 - cos is what a window measures; mu^2 phi is the variance of the step that module takes, in units of the
-learning rate: what AGVM makes alike.
+A window measures phi = 1 - cos. mu^2 phi is the variance of the step that the module takes, in units of the learning
+rate. AGVM makes mu^2 phi equal for all modules.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ AXES = ("step", "epoch")
 
 @dataclass(frozen=True)
 class Curve:
-    """One module's values over a run, at the windows."""
+    """One module's values over a run, one for each window."""
 
     steps: list[int]
     epochs: list[float]
     values: list[float]
 
-    def on(self, axis: str) -> list[float]:
+    def on(self, axis: str) -> Sequence[float]:
         return self.steps if axis == "step" else self.epochs
 
 
 @dataclass(frozen=True)
 class Variances:
-    """What one run measured: per module, in the order of the network."""
+    """The measurements of one run for each module, in the order of the network."""
 
     run: Path
     anchor: str
@@ -52,7 +52,7 @@ class Variances:
         return any(value != 1 for curve in self.mu.values() for value in curve.values)
 
     def effective(self, module: str) -> Curve:
-        """mu^2 phi, with the mu that the window's own step used."""
+        """mu^2 phi, with the mu that was used in the window's step."""
         phi, factor = self.phi[module], dict(zip(self.mu[module].steps, self.mu[module].values))
         return Curve(phi.steps, phi.epochs, [factor[s] ** 2 * value for s, value in zip(phi.steps, phi.values)])
 
@@ -60,24 +60,18 @@ class Variances:
 def read_variances(run: Path) -> Variances:
     records = read_records(run / METRICS)
     phi = _curves(records, "phi")
-    if not phi:  # also where none of them was a finite number
+    if not phi:  # also if none of them was a finite number
         raise UserError(
             f"{run} holds no gradient variances: train it with AGVMSGD or AGVMAdamW "
             "(tau within the run's length; clip [1, 1] measures without modulating)"
         )
     anchor = _config(run).get("optimizer", {}).get("params", {}).get("anchor", "backbone")
-    return Variances(
-        run,
-        anchor if anchor in phi else next(iter(phi)),
-        phi,
-        _curves(records, "mu"),
-        records[-1]["step"],
-        records[-1]["epoch"],
-    )
+    anchor = anchor if anchor in phi else next(iter(phi))
+    return Variances(run, anchor, phi, _curves(records, "mu"), records[-1]["step"], records[-1]["epoch"])
 
 
 def by_seed(runs: Sequence[Variances]) -> list[list[Variances]]:
-    """Runs that differ in nothing but their seed, together."""
+    """Group runs that differ only in their seed."""
     groups: dict[str, list[Variances]] = {}
     for run in runs:
         config = _config(run.run)
@@ -89,7 +83,7 @@ def by_seed(runs: Sequence[Variances]) -> list[list[Variances]]:
 
 
 def title(runs: Sequence[Variances]) -> str:
-    """The folder's name, without the seed where several seeds share it."""
+    """The folder's name; for several seeds, the common part of their names."""
     names = [run.run.resolve().name for run in runs]
     if len(names) == 1:
         return names[0]
@@ -98,20 +92,21 @@ def title(runs: Sequence[Variances]) -> str:
 
 
 def matched_end(runs: Sequence[Variances], axis: str) -> float:
-    """How far all runs go, in steps or epochs; UserError where one of them has measured nothing until there."""
+    """The end of the shortest run, in steps or epochs. UserError if a run has no measurement before that."""
     end = min(run.end(axis) for run in runs)
     for run in runs:
         first = min(curve.on(axis)[0] for curve in run.phi.values())
         if first > end:
             raise UserError(
-                f"{run.run} has its first gradient variance at {axis} {first:g}, behind the end of the shortest run "
+                f"{run.run} has its first gradient variance at {axis} {first:g}, after the end of the shortest run "
                 f"({end:g}): train it with optimizer.params.start_step=0, or leave the matched {axis}s out"
             )
     return end
 
 
 def summary(groups: Sequence[Sequence[Variances]], axis: str = "step", end: float = math.inf) -> str:
-    """A table of the second half of every run (up to `end`): phi and mu^2 phi of each module, and against the anchor's."""
+    """A table of the second half of every run (up to `end`): phi and mu^2 phi of each module, also relative to the
+    anchor's."""
     lines = [f"{'run':32} {'module':12} {'phi':>8} {'/ anchor':>9} {'mu^2 phi':>9} {'/ anchor':>9}"]
     for group in groups:
         means = {
@@ -133,7 +128,7 @@ def summary(groups: Sequence[Sequence[Variances]], axis: str = "step", end: floa
 
 
 def _late_mean(curves: Sequence[Curve], axis: str, end: float) -> float:
-    """Geometric mean over the windows of the second half, of all seeds."""
+    """Geometric mean over the windows of the second half and over all seeds."""
     logs = []
     for curve in curves:
         x = [position for position in curve.on(axis) if position <= end]

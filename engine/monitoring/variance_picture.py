@@ -1,4 +1,4 @@
-"""The paper's first figure for one's own runs: every module's gradient variance, and AGVM's factors beneath."""
+"""The paper's first figure for any runs: the gradient variance of every module, and AGVM's factors below it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LABELS = {"step": "optimizer step", "epoch": "epoch"}
 
 
 def draw_variance(runs: Sequence[Variances], path: Path, *, axes: Sequence[str] = (), smooth: float = 0.0) -> Path:
-    """One column per run, seeds of one run together. `axes` brings all runs onto the same steps, epochs, or both."""
-    from matplotlib.figure import Figure
+    """One column per run; seeds of one run share it. `axes` shows all runs over the same steps, epochs, or both."""
+    from matplotlib.figure import Figure  # here: only reports draw
 
     groups = by_seed(runs)
     modules = list(dict.fromkeys(module for run in runs for module in run.phi))
     colours = {module: f"C{index % 10}" for index, module in enumerate(modules)}
     kinds = ["phi", "effective", "mu"] if any(run.modulated for run in runs) else ["phi"]
-    rows = [(axis, kind) for axis in axes or [None] for kind in kinds]
+    rows = [(axis, kind) for axis in axes or [""] for kind in kinds]
     figure = Figure(figsize=(4.4 * len(groups), 2.9 * len(rows) + 0.5), layout="constrained")
     panels = figure.subplots(len(rows), len(groups), squeeze=False, sharey="row")
     for (axis, kind), row in zip(rows, panels):
@@ -32,13 +32,13 @@ def draw_variance(runs: Sequence[Variances], path: Path, *, axes: Sequence[str] 
             panel.set(xlabel=LABELS[axis or "step"], xlim=(0, end))
             if kind == "mu":
                 panel.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
-        row[0].set_ylim(bottom=0)  # of the whole row, once all of it is drawn
+        row[0].set_ylim(bottom=0)  # for the whole row, after all of it is drawn
         row[0].set_ylabel(
             {"phi": "phi = 1 - cos", "effective": "mu$^2$ phi (of the step)", "mu": "mu, factor on the rate"}[kind]
         )
     for group, panel in zip(groups, panels[0]):
         panel.set_title(title(group), fontsize=10)
-    # A module may be in some columns only, as a head that one pipeline has and another has not.
+    # Some columns may lack a module, for example a head that only one pipeline has.
     named = {name: line for panel in panels[0] for line, name in zip(*panel.get_legend_handles_labels())}
     shown = [module for module in modules if module in named]
     panels[0, -1].legend([named[module] for module in shown], shown, fontsize=8)
@@ -56,7 +56,7 @@ def _curve(run: Variances, kind: str, module: str) -> Curve | None:
 
 
 def _draw(panel: Any, curves: Sequence[Curve], axis: str, colour: str, label: str, smooth: float) -> None:
-    """Every seed thin, the first one with the module's name."""
+    """One thin line for each seed; the first carries the module's name."""
     for number, curve in enumerate(curves):
         values = smoothed(curve.values, smooth) if smooth else curve.values
         panel.plot(

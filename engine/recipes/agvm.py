@@ -1,4 +1,4 @@
-"""AGVM's own two numbers: the interval tau and the moving average's alpha."""
+"""AGVM's two numbers: the interval tau, and alpha of the moving average."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.recipes.setting import Setting, Source
 
 ALPHA = 0.97
-LARGE = 1000  # "larger than 1K": the row of batch 1024 has the shorter interval
+LARGE = 1000  # the paper says "larger than 1K", and its row of batch 1024 has the shorter interval
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The backbones that a pipeline of mmdet can stand on: what changes in its config, and the weights it starts from."""
+"""The backbones that an mmdet pipeline can use: what changes in its config, and the weights to start from."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SWIN_T = dict(
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
     options: Mapping[str, Any]  # of detector.options
-    table: str  # the optimizer of its table in A.5: SGD's is of CNNs, AdamW's of Transformers
-    weights: str  # pre-trained on ImageNet: engine.modeling.detector downloads nothing, so the user puts the file there
+    table: str  # the optimizer of its table in A.5: SGD for CNNs, AdamW for Transformers
+    weights: str  # pre-trained on ImageNet; nothing is downloaded, so the user puts the file there
     batch_norm: bool = False
     norm_decay: bool = True
-    extra_epochs: int = 0  # beyond the pipeline's own
+    extra_epochs: int = 0  # added to the pipeline's epochs
 
     def settings(self) -> list[Setting]:
         found = [
@@ -53,9 +53,8 @@ BACKBONES = {
         weights="weights/resnet18.pth",
         batch_norm=True,
     ),
-    "r50": Backbone(
-        options={}, table="sgd", weights="weights/resnet50.pth", batch_norm=True
-    ),  # mmdet's configs have it
+    # mmdet's configs already have this backbone.
+    "r50": Backbone(options={}, table="sgd", weights="weights/resnet50.pth", batch_norm=True),
     "swin_t": Backbone(
         options={"backbone": _SWIN_T, "neck.in_channels": [96, 192, 384, 768]},
         table="adamw",

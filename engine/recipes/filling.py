@@ -1,4 +1,4 @@
-"""A JSON that names a recipe, filled in: the user's own values win, the others come from the recipe's rules."""
+"""Fill in a JSON that names a recipe. The user's own values win; the recipe's rules give the others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from engine.errors import ConfigError, nearest
 from engine.recipes import Recipe, Setting, find_recipe, recipe_names
 from engine.recipes.options import ABSENT, AUTO, as_tree, lay_under, part_at
 
-# Of each pair a run takes one: a length in steps of the user's own leaves no room for the recipe's epochs.
+# A run uses one of each pair. If the user gives a length in steps, the recipe's epochs are dropped.
 _EITHER = ({"schedule.epochs", "schedule.steps"}, {"schedule.warmup_epochs", "schedule.warmup_steps"})
-_SPLITS = ("data.train", "data.val")  # one's own training data is not scored on COCO's validation
-_BELONGING = {"detector.config": "detector.", "data.dataset": "data."}  # what belongs to a model, and to a data set
-# Where "auto" means the recipe's value. mmdet's and DeepSpeed's own keys have their own meaning of the word.
+_SPLITS = ("data.train", "data.val")  # all from the user or all from the recipe
+_BELONGING = {
+    "detector.config": "detector.",
+    "data.dataset": "data.",
+}  # settings below depend on the model, the data set
+# Blocks in which "auto" means the recipe's value. In mmdet's and DeepSpeed's keys "auto" has another meaning.
 _OURS = ("detector", "data", "optimizer", "schedule")
 _FOREIGN = ("detector.options", "data.augmentation")
 _OPTIONS = "detector.options."
@@ -25,7 +28,7 @@ _SOURCES = {"paper": "", "code": " [the authors' code]", "ours": " [ours]"}
 
 
 def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` with every value of its recipe that it leaves out or sets to "auto"; without a recipe, as it is."""
+    """Replace what `data` leaves out or sets to "auto" by its recipe's values. Without a recipe, return `data`."""
     name = data.get("recipe")
     if name is None:
         for key in _autos(data):
@@ -35,7 +38,7 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
     batch = _batch(data, name)
     data = copy.deepcopy(data)
     for key in [key for pair in _EITHER for key in pair if value_at(data, key, ABSENT) is None]:
-        _remove(data, key)  # a saved config writes the one that was not given as null
+        _remove(data, key)  # a saved config has null for the one that was not given
     values = {setting.key: setting.value for setting in recipe.settings(batch)} | recipe.files()
     own_rule = _own(data, "optimizer.type", recipe, batch)
     if own_rule:
@@ -54,7 +57,7 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
         if not key.startswith(_OPTIONS) and _is_free(data, key):
             _put(data, key, copy.deepcopy(value))
     for pair in _EITHER:
-        if any(_is_given(data, key) for key in pair):  # "auto" beside it asks for no second length
+        if any(_is_given(data, key) for key in pair):  # the user gave one length, so "auto" does not ask for the other
             for key in [key for key in pair if value_at(data, key) == AUTO]:
                 _remove(data, key)
     for key in _autos(data):
@@ -63,7 +66,7 @@ def fill_recipe(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain(config: RunConfig) -> list[str]:
-    """A line for every value of the config's recipe, with the rule that gave it, or the user's own beside it."""
+    """A line for every value of the config's recipe: the rule that gave it, or the user's value beside the recipe's."""
     if config.recipe is None:
         return []
     data, batch = config.to_json(), config.deepspeed["train_batch_size"]
@@ -95,7 +98,7 @@ def _line(key: str, given: Any, theirs: Any, rule: str) -> str:
 
 
 def _option_lines(setting: Setting, options: Mapping[str, Any]) -> list[str]:
-    """An option of the recipe's, and behind a dictionary the user's own values in it."""
+    """A line for one of the recipe's options. If it is a dictionary, lines for the user's values in it follow."""
     key = setting.key.removeprefix(_OPTIONS)
     given = options[key] if key in options else part_at(as_tree(options), key)
     lines = [_line(setting.key, None if given is ABSENT else given, setting.value, _rule(setting))]
@@ -110,7 +113,7 @@ def _option_lines(setting: Setting, options: Mapping[str, Any]) -> list[str]:
 
 
 def _file_line(key: str, given: Any, theirs: Any) -> str:
-    """Read files are absolute paths: the recipe's where they end like the recipe's."""
+    """A line for files. Given paths are absolute by now; they are the recipe's if they end like the recipe's."""
     given_files, their_files = (node if isinstance(node, Mapping) else {"": node} for node in (given, theirs))
     pairs = [(given_files.get(word), name) for word, name in their_files.items()]
     is_theirs = all(
@@ -120,11 +123,7 @@ def _file_line(key: str, given: Any, theirs: Any) -> str:
         ", ".join(str(path) for path in files.values() if path is not None) or "left out"
         for files in (given_files, their_files)
     )
-    return (
-        f"  {key} {text}  (the recipe's files)"
-        if is_theirs
-        else f"  {key} {text}  (yours, where the recipe has {other})"
-    )
+    return f"  {key} {text}  (" + ("the recipe's files)" if is_theirs else f"yours, where the recipe has {other})")
 
 
 def _text(value: Any) -> str:
@@ -153,21 +152,22 @@ def _batch(data: Mapping[str, Any], name: str) -> int:
 
 
 def _own(data: Mapping[str, Any], key: str, recipe: Recipe, batch: int) -> Any:
-    """The user's value where it is another than the recipe's."""
+    """The user's value if it differs from the recipe's, else None."""
     given = value_at(data, key)
     theirs = next(setting.value for setting in recipe.settings(batch) if setting.key == key)
     return given if given not in (None, AUTO, theirs) else None
 
 
 def _without_say(data: Mapping[str, Any], recipe: Recipe, batch: int) -> set[str]:
-    """Keys that the recipe leaves alone: options and weights belong to its model, image sizes and files to its data set."""
+    """Keys for which the recipe's values do not apply: its options and weights are for its own model, its image sizes
+    and files for its own data set."""
     keys = [setting.key for setting in recipe.settings(batch)] + list(recipe.files())
     blocks = tuple(block for key, block in _BELONGING.items() if _own(data, key, recipe, batch))
     return {key for key in keys if key.startswith(blocks)} - {*_BELONGING, "data.task"}
 
 
 def _other_rule(recipe: Recipe, kind: Any) -> str:
-    """What the recipe's name would be with this optimizer."""
+    """The name of this recipe with another optimizer."""
     stem = recipe.name.rsplit("_", 1)[0].removesuffix("_agvm")
     word = str(kind).lower()
     return f"{stem}_agvm_{word.removeprefix('agvm')}" if word.startswith("agvm") else f"{stem}_{word}"
@@ -194,7 +194,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
     for part in parents:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            return  # not an object, as validation will say
+            return  # not an object: validation will say so
     node[last] = value
 
 

@@ -1,6 +1,6 @@
-"""How the learning rate grows with the batch: linearly up to a knee, more slowly beyond it.
+"""How the learning rate grows with the batch: linearly up to a knee, and more slowly beyond it.
 
-SGD      linear to 128 (256 for semantic segmentation), then sqrt(2) for every doubling, the square root of the batch
+SGD      linear to 128 (256 for semantic segmentation), then sqrt(2) for every doubling: the square root of the batch
 AdamW    "almost the same" (A.5): linear to 128, then sqrt(1.5) for every doubling
 MegDet   linear at every batch
 """
@@ -17,7 +17,7 @@ from engine.recipes.setting import Setting, Source
 class ScalingLaw:
     """eta(b) = eta(b0) s(b) / s(b0),   s(b) = min(b, knee) sqrt(doubling)^log2(max(b / knee, 1))
 
-    `doubling` is the square of the factor for one doubling: 2 makes it the square root of b. Without a knee s(b) = b.
+    `doubling` is the square of the factor for one doubling of b: 2 gives the square root of b. Without a knee s(b) = b.
     """
 
     name: str

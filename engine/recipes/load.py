@@ -1,4 +1,4 @@
-"""From a JSON file and overrides to a validated RunConfig, with what the file leaves to its recipe filled in."""
+"""From a JSON file and overrides to a validated RunConfig, with the recipe's values filled in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.recipes.filling import fill_recipe
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a file, or of a shipped one by name, after `KEY=VALUE` overrides."""
+    """The config of a file, or of a shipped file by name, after `KEY=VALUE` overrides."""
     path = find_config(name)
     data = load_json(path)
     for override in overrides:
@@ -22,6 +22,6 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(data: dict[str, Any]) -> RunConfig:
-    data = {"name": "run", **data}
+    """The config of a JSON object, with its recipe filled in."""
     check_names(data, BLOCKS)
     return validate(fill_recipe(data))

@@ -1,8 +1,8 @@
-"""A recipe's detector options beneath the user's own, so that the user's win one by one and not by their order.
+"""Merge a recipe's detector options with the user's, so that each of the user's values wins, whatever the order.
 
-mmengine's merge_from_dict (0.10) takes options in the order of the file, and a dictionary under a key replaces what came
-before it: a recipe's whole backbone behind the user's "backbone.with_cp" would silently undo it, and the user's
-{"backbone": {"with_cp": true}} behind the recipe's would leave nothing but that.
+mmengine's merge_from_dict (0.10) applies options in the order of the file, and a dictionary replaces what came before
+it. A recipe's whole backbone after the user's "backbone.with_cp" would silently undo it, and the user's
+{"backbone": {"with_cp": true}} after the recipe's backbone would leave nothing but with_cp.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 AUTO = "auto"
 ABSENT = object()
-_DELETE = "_delete_"  # mmengine's word: this dictionary replaces what it stands for
+_DELETE = "_delete_"  # mmengine's mark of a dictionary that replaces the old one instead of being merged
 
 
 def lay_under(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's options first and the user's behind them, whose parts of a recipe's dictionary become dotted keys."""
+    """The recipe's options, then the user's. User values inside one of the recipe's dictionaries become dotted keys."""
     tree = as_tree(theirs)
     parts = dict(part for key, value in own.items() for part in _spread(key, value, tree))
     parts = {key: value for key, value in parts.items() if value != AUTO or part_at(tree, key) is ABSENT}
@@ -26,7 +26,7 @@ def lay_under(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def as_tree(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted options as one nested dictionary, in which a later one stands over those before it."""
+    """Dotted options as one nested dictionary; later options replace earlier ones."""
     tree: dict[str, Any] = {}
     for key, value in options.items():
         node = tree
@@ -40,7 +40,7 @@ def as_tree(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_at(tree: Mapping[str, Any], key: str) -> Any:
-    """What stands under a dotted key, or ABSENT."""
+    """The value under a dotted key, or ABSENT."""
     node: Any = tree
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -50,7 +50,7 @@ def part_at(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def _spread(key: str, value: Any, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A dictionary of the user's as dotted keys where the recipe has something beside them; one that replaces, whole."""
+    """A user's dictionary as dotted keys if the recipe has a dictionary there too. With _delete_ it stays one key."""
     if not isinstance(value, dict) or value.get(_DELETE) or not isinstance(part_at(tree, key), dict):
         yield key, value
         return
@@ -60,6 +60,6 @@ def _spread(key: str, value: Any, tree: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _path(key: str) -> list[str]:
-    """The key and everything above it: "a.b" is below "a"."""
+    """The key and all keys above it: "a" and "a.b" for "a.b"."""
     parts = key.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""The pipelines of the paper: model, task, where the data set's files lie, and how each optimizer trains it."""
+"""The pipelines of the paper: model, task, files of the data set, and how each optimizer trains it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Files = Mapping[str, Mapping[str, str]]
 
 
 def _coco(kind: str) -> Files:
-    """Train and val of COCO 2017, below its root, under the names of its download."""
+    """The files of COCO 2017 (train and val), relative to its root, with the names of the download."""
     return {
         split: {"annotations": f"annotations/{kind}_{split}2017.json", "images": f"{split}2017"}
         for split in ("train", "val")
@@ -34,16 +34,16 @@ _ADE20K = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    config: str  # of detector.config; of a ResNet-50 where other backbones can be put in
+    config: str  # detector.config; with a ResNet-50 if other backbones are possible
     task: str
     dataset: str = "coco"  # the layout of its files
     files: Files
     training: Mapping[str, Training]  # by the optimizer's name in a recipe
-    backbones: tuple[str, ...] = ("r18", "r50", "swin_t")  # none where the model has its own
-    only_swin: tuple[str, ...] = ()  # optimizers that no ResNet is trained with
-    batch_norm: bool = False  # outside of the backbone
-    longer_source: Source = "ours"  # of a backbone's extra epochs
-    weights: str | None = None  # instead of a backbone's
+    backbones: tuple[str, ...] = ("r18", "r50", "swin_t")  # empty if the model has its own
+    only_swin: tuple[str, ...] = ()  # optimizers that are used with Swin only
+    batch_norm: bool = False  # whether there is batch norm outside the backbone
+    longer_source: Source = "ours"  # source of a backbone's extra epochs
+    weights: str | None = None  # used instead of a backbone's
     further: tuple[Setting, ...] = ()
 
     def settings(self) -> list[Setting]:
@@ -72,8 +72,8 @@ _SEMANTIC_SGD = Training(
     params={"momentum": 0.9},
     interval=Interval(usual=5),
 )
-# The paper trains it on ResNet-50 with SGD only: AdamW's law, weight
-# decay and clipping with that run's length, warm-up, decay and interval.
+# The paper trains it on ResNet-50 with SGD only. We combine AdamW's law, weight decay and clipping with the length,
+# warm-up, decay and interval of that run.
 _SEMANTIC_ADAMW = replace(
     coco_adamw(Images(5_120_000, "ours")).borrowed(),
     warmup=WarmupSteps(500, to_batch=512, source="ours"),
@@ -81,8 +81,9 @@ _SEMANTIC_ADAMW = replace(
     interval=Interval(usual=5, source="ours"),
 )
 
-# The paper gives batch 960, 11 epochs and 1.5e-4, which no rule gives: the law starts from there. It fine-tunes a
-# detector that knows Objects365, so a short warm-up, and has as few steps as the runs at 1024, so their interval.
+# The paper gives batch 960, 11 epochs and the learning rate 1.5e-4, which follows from no rule: our law starts there.
+# It fine-tunes a detector pre-trained on Objects365, so the warm-up is short. It has as few steps as the runs at batch
+# 1024, so it uses their interval.
 _UNINET_ADAMW = replace(
     coco_adamw(Epochs(11)).borrowed(),
     law=ScalingLaw(name="AdamW", lr=1.5e-4, batch=960, doubling=1.5, source="ours"),

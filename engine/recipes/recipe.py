@@ -1,4 +1,4 @@
-"""A recipe: one pipeline on one backbone with one optimizer, with AGVM or without."""
+"""A recipe: one pipeline with one backbone and one optimizer, with or without AGVM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Recipe:
     agvm: bool
 
     def settings(self, batch: int) -> list[Setting]:
-        """Every value of a run at this batch size, in the order in which they are told."""
+        """Every value of a run at this batch size, in the order in which they are printed."""
         backbone = self.backbone.settings() if self.backbone else []
         if self.pipeline.batch_norm and not (self.backbone and self.backbone.batch_norm):
             backbone.append(
@@ -39,7 +39,7 @@ class Recipe:
         )
 
     def files(self) -> dict[str, Any]:
-        """Where data and first weights lie if the user does not say: names of files, which no rule gives."""
+        """Default paths of the data and the initial weights. They follow from no rule."""
         weights = self.backbone.weights if self.backbone else self.pipeline.weights
         return {
             "data.train": self.pipeline.files["train"],
@@ -56,7 +56,7 @@ def _recipes() -> dict[str, Recipe]:
             backbone = BACKBONES[backbone_name] if backbone_name else None
             for optimizer, training in pipeline.training.items():
                 if backbone_name == "swin_t" and optimizer != "adamw":
-                    continue  # nobody trains it so, the paper neither; and MegDet is about batch norm
+                    continue  # Swin is trained with AdamW, also in the paper; MegDet is about batch norm
                 if backbone_name != "swin_t" and optimizer in pipeline.only_swin:
                     continue
                 if backbone and backbone.table != optimizer:
@@ -72,5 +72,5 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """KeyError for a name that is none of `recipe_names`."""
+    """Raises KeyError for a name that is not in `recipe_names`."""
     return _recipes()[name]

@@ -9,16 +9,16 @@ from engine.recipes.setting import Setting, Source
 
 
 class Part(Protocol):
-    """A part of a schedule, whatever it is counted in."""
+    """A part of a schedule, counted in any unit."""
 
     def settings(self, batch: int) -> list[Setting]: ...
 
 
 class Shape(Part, Protocol):
-    """A warm-up or a decay, which other models than those of the paper's table and the authors' code may borrow."""
+    """A warm-up or a decay. Models that the paper's tables and the authors' code do not cover may borrow it."""
 
     def borrowed(self) -> Shape:
-        """The same numbers, as ours."""
+        """The same numbers, with "ours" as their source."""
         ...
 
 
@@ -47,9 +47,9 @@ class Images:
 
 @dataclass(frozen=True)
 class WarmupEpochs:
-    """Epochs of warm-up from a batch size on: ((1, 1), (129, 2)) is one epoch, and two from batch 129 on.
+    """Epochs of warm-up by batch size: ((1, 1), (129, 2)) is one epoch, and two from batch 129 on.
 
-    The paper prints rows at 32, 256, 512 and 1024; where it changes between them is ours.
+    The paper prints rows at 32, 256, 512 and 1024. The batches at which the value changes in between are our choice.
     """
 
     from_batch: tuple[tuple[int, int], ...]
@@ -73,7 +73,7 @@ class WarmupEpochs:
 
 @dataclass(frozen=True)
 class WarmupSteps:
-    """A number of steps that shrinks from a batch size on, so that no more images are warmed up on."""
+    """Steps of warm-up. From a batch size on there are fewer, so that the number of warm-up images stays the same."""
 
     steps: int
     to_batch: int
@@ -93,7 +93,7 @@ class WarmupSteps:
 
 @dataclass(frozen=True)
 class MultiStep:
-    """A tenth of the learning rate from each share of the run on."""
+    """The learning rate drops to a tenth at each of these fractions of the run."""
 
     milestones: tuple[float, ...]
     milestones_source: Source  # the paper says "MultiStep" and no more

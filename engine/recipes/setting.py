@@ -1,15 +1,15 @@
-"""One value of a recipe, with the rule that gave it and where the rule comes from."""
+"""One value of a recipe, with its rule and the rule's source."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-# "code": the authors' published configs of Faster and Mask R-CNN, where the paper is silent. "ours": neither says it.
+# "code": not in the paper but in the authors' published configs of Faster and Mask R-CNN. "ours": in neither.
 Source = Literal["paper", "code", "ours"]
 
 
 class Setting(NamedTuple):
-    key: str  # dotted, as --set takes it
+    key: str  # dotted, as in --set
     value: Any
     rule: str
     source: Source = "paper"

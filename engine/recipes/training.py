@@ -1,4 +1,4 @@
-"""How a pipeline is trained with one optimizer: the rules of this package put together, and the paper's two sets."""
+"""How a pipeline is trained with one optimizer: this package's rules combined, and the paper's two tables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engine.recipes.setting import Setting, Source
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    optimizer: str  # of torch; AGVM's has the same name behind "AGVM"
+    optimizer: str  # torch's name; with AGVM it is "AGVM" plus this name
     law: ScalingLaw
     length: Part
     warmup: Shape
     decay: Shape
     weight_decay: float
     clip_beyond: int | None = None  # clip gradients to norm 1 at batches beyond this one
-    source: Source = "paper"  # of weight decay and clipping
+    source: Source = "paper"  # source of weight decay and clipping
     params: Mapping[str, Any]
     interval: Interval = Interval()
 
@@ -32,7 +32,7 @@ class Training:
             self.law.setting(batch),
             Setting("optimizer.params.weight_decay", self.weight_decay, "at every batch", self.source),
         ]
-        # Momentum and the like: torch's form, to which the paper's learning rates belong.
+        # Momentum and the like, in torch's form: the paper's learning rates refer to it.
         found += [
             Setting(f"optimizer.params.{key}", value, "at every batch", "code") for key, value in self.params.items()
         ]
@@ -43,7 +43,7 @@ class Training:
         return [*found, self._clipping(batch)]
 
     def borrowed(self) -> Training:
-        """The same numbers where the paper's table, and the authors' code, are of other models."""
+        """The same numbers for a model that the paper's table and the authors' code do not cover."""
         return replace(
             self,
             source="ours",
@@ -59,12 +59,14 @@ class Training:
         return Setting("gradient_clipping", value, f"1.0 beyond batch {self.clip_beyond}, none up to it", self.source)
 
 
-# Where the authors' configs of 16 epochs drop the learning rate: epochs 12 and 14.
+# The authors' configs of 16 epochs drop the learning rate at epochs 12 and 14.
 _DECAY = MultiStep((0.75, 0.875), "code")
+_SGD = ScalingLaw(name="SGD", lr=0.04)
+_ADAMW = ScalingLaw(name="AdamW", lr=2e-4, doubling=1.5)
 
 
-def coco_sgd(length: Part, *, law: ScalingLaw = ScalingLaw(name="SGD", lr=0.04)) -> Training:
-    """The table of SGD on Faster R-CNN, Mask R-CNN and Panoptic FPN with a CNN."""
+def coco_sgd(length: Part, *, law: ScalingLaw = _SGD) -> Training:
+    """The paper's table of SGD: Faster R-CNN, Mask R-CNN and Panoptic FPN with a CNN."""
     return Training(
         optimizer="SGD",
         law=law,
@@ -77,15 +79,16 @@ def coco_sgd(length: Part, *, law: ScalingLaw = ScalingLaw(name="SGD", lr=0.04))
 
 
 def coco_megdet(length: Part, *, lr: float = 0.04) -> Training:
-    """MegDet's way to large batches: SGD at a rate that grows linearly without end, behind a linear warm-up, and batch norm
-    over all ranks, which its backbones bring. Numbers that belong to no rule of its own are those of the SGD table."""
+    """MegDet's rule for large batches: a linear warm-up, then SGD with a rate that grows linearly at every batch, and
+    batch norm over all ranks (set by the backbones). All other numbers come from the SGD table."""
     law = ScalingLaw(name="MegDet", lr=lr, knee=None, start_source="ours", source="ours")
     warmup = WarmupEpochs(((1, 1), (129, 2)), shape="linear", source="ours", shape_source="ours")
     return replace(coco_sgd(length, law=law), warmup=warmup, source="ours")
 
 
-def coco_adamw(length: Part, *, law: ScalingLaw = ScalingLaw(name="AdamW", lr=2e-4, doubling=1.5)) -> Training:
-    """The table of AdamW on Faster R-CNN with a Transformer. The authors' code has SGD only, so its shapes are borrowed."""
+def coco_adamw(length: Part, *, law: ScalingLaw = _ADAMW) -> Training:
+    """The paper's table of AdamW: Faster R-CNN with a Transformer. The shapes are borrowed from the authors' code,
+    which has SGD only."""
     warmup = WarmupEpochs(((1, 1), (129, 2), (1024, 3)), shape_source="ours")
     return Training(
         optimizer="AdamW",

@@ -1,1 +1,1 @@
-"""Methods against batch sizes: many short runs, equally tuned, and what they say together."""
+"""Studies: many short runs that compare methods over batch sizes, all tuned equally."""

@@ -1,4 +1,4 @@
-"""A study's pictures: the score against the batch, and the gradient variances of its AGVM runs."""
+"""The pictures of a study: scores over the batch, and the gradient variances of its AGVM runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.study.results import Cell
 
 
 def draw_scores(study: Study, rows: Sequence[str], found: dict[tuple[str, int], Cell], path: Path) -> Path:
-    """One line a method, a bar from the worst to the best seed; a cross at zero where a run diverged."""
-    from matplotlib.figure import Figure
+    """One line per method with a bar from the worst to the best seed, and a cross at zero if a run diverged."""
+    from matplotlib.figure import Figure  # here: only reports draw
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for number, method in enumerate(rows):
         own = [found[method, batch] for batch in study.batches if (method, batch) in found]
         colour, style = f"C{number % 10}", "-" if "AGVM" in method else "--"
-        # Side by side on the logarithmic axis, so that bars do not hide each other.
+        # Shifted on the logarithmic axis, so that bars do not hide each other.
         shift = 2 ** (0.05 * (number - (len(rows) - 1) / 2))
-        own = [cell for cell in own if not cell.errors]  # a run that failed says nothing of its method
-        # Not a number where a seed diverged: the line breaks there instead of passing over it.
+        own = [cell for cell in own if not cell.errors]  # a failed run says nothing about its method
+        # The mean is NaN if a seed diverged: the line has a gap there.
         axes.errorbar(
             [cell.batch * shift for cell in own],
             [cell.mean for cell in own],
@@ -47,7 +47,8 @@ def draw_scores(study: Study, rows: Sequence[str], found: dict[tuple[str, int], 
     axes.set(
         xlabel=f"batch (learning rates grow linearly up to {study.knee}; x: diverged)",
         ylabel=study.metric,
-        title=f"{study.epochs:g} epochs at every batch, best of {len(study.sweep)} learning rates, {len(study.seeds)} seeds",
+        title=f"{study.epochs:g} epochs at every batch, best of {len(study.sweep)} learning rates, "
+        f"{len(study.seeds)} seeds",
         ylim=(-0.02, None),
     )
     axes.legend(fontsize=8, ncols=2)
@@ -56,7 +57,7 @@ def draw_scores(study: Study, rows: Sequence[str], found: dict[tuple[str, int], 
 
 
 def draw_variances(study: Study, found: dict[tuple[str, int], Cell], folder: Path) -> list[Path]:
-    """For every AGVM method, its runs at the smallest and the largest batch on matched epochs."""
+    """For every AGVM method, its runs at the smallest and the largest batch over the same epochs."""
     pictures = []
     for method in dict.fromkeys(method for method, _ in found if study.methods[method].type.startswith("AGVM")):
         ends = [

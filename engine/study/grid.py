@@ -1,7 +1,7 @@
-"""A study from its JSON: which methods, batch sizes, learning rates and seeds, and the config of every run.
+"""A study from its JSON: its methods, batch sizes, learning rates and seeds, and the config of every run.
 
-Every method gets the same: the paper's rule for its learning rate at each batch, the same few factors around it tried
-with the first seed, the best of them run with the other seeds, the same epochs and the same data.
+All methods are treated alike. The paper's rule gives the learning rate at each batch. A few factors on it are tried
+with the first seed, and the best one is run with the other seeds. Epochs and data are the same.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
+import ds_configs
 from engine.config import RunConfig
 from engine.config.load import find_config, load_json
 from engine.config.schema import Block
 from engine.errors import ConfigError, nearest
 from engine.files import write_json
+from engine.optim.registry import find_rule
 from engine.recipes.learning_rate import ScalingLaw
 from engine.recipes.load import load_config
 
 STUDIES = Path("ds_configs") / "studies"
 
-# The paper's run at batch 512 has some 370 windows, and alpha 0.97 remembers 33 of them.
+# The paper's run at batch 512 has about 370 windows, and alpha 0.97 averages over 33 of them.
 PAPER_WINDOWS, PAPER_ALPHA = 370, 0.97
 
 
@@ -35,33 +37,33 @@ class Method(Block):
     growth: Literal["linear", "sqrt", "sqrt(1.5)"] = Field(
         "sqrt",
         description="of the learning rate beyond the knee: linear, the square root of the batch (the paper's SGD), "
-        "or sqrt(1.5) a doubling (its AdamW)",
+        "or sqrt(1.5) for a doubling (its AdamW)",
     )
-    params: dict[str, Any] = Field({}, description="optimizer.params beside lr")
+    params: dict[str, Any] = Field({}, description="optimizer.params except lr")
     sam: dict[str, Any] | None = Field(None, description="optimizer.sam")
-    set: list[str] = Field([], description="further KEY=VALUE of this method's runs")
+    set: list[str] = Field([], description="more KEY=VALUE for this method's runs")
 
 
 class Start(Block):
-    method: str = Field(description="which method trains the common start, at the smallest batch and its own rule")
-    epochs: float = Field(gt=0, description="for how long")
+    method: str = Field(description="method that trains the common start, at the smallest batch with its rule's rate")
+    epochs: float = Field(gt=0, description="length of this training")
     keep: list[str] = Field(["backbone"], description="prefixes of the weights that all runs start from")
-    set: list[str] = Field([], description="further KEY=VALUE, such as other images")
+    set: list[str] = Field([], description="more KEY=VALUE, such as other images")
 
 
 class Study(Block):
     config: str = Field(description="a run's JSON, or the name of a shipped one")
     set: list[str] = Field([], description="KEY=VALUE for every run")
-    metric: str = Field("bbox_mAP_50", description="what is compared, of eval.json")
+    metric: str = Field("bbox_mAP_50", description="the metric in eval.json that is compared")
     batches: list[int] = Field(description="batch sizes, ascending")
-    micro_batch: int = Field(ge=1, description="images at a time; the rest is accumulated")
+    micro_batch: int = Field(ge=1, description="micro-batch size; larger batches are accumulated")
     knee: int = Field(ge=1, description="batch up to which learning rates grow linearly")
-    epochs: float = Field(gt=0, description="of every run")
+    epochs: float = Field(gt=0, description="length of every run")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of every run's steps")
-    seeds: list[int] = Field([0, 1], description="the first one is tuned on")
+    seeds: list[int] = Field([0, 1], description="the learning rate is tuned with the first one")
     sweep: list[float] = Field([0.5, 1.0, 2.0], description="factors on the rule's learning rate")
     start: Start | None = Field(None, description="weights that all runs start from")
-    methods: dict[str, Method] = Field(description="by the name they go by in tables")
+    methods: dict[str, Method] = Field(description="methods by their names in tables")
 
     @model_validator(mode="after")
     def _check(self) -> Study:
@@ -93,7 +95,7 @@ class Study(Block):
         return self
 
     def rate(self, method: str, batch: int) -> float:
-        """The rule's learning rate."""
+        """The learning rate that the rule gives."""
         chosen = self.methods[method]
         doubling = {"linear": 4.0, "sqrt": 2.0, "sqrt(1.5)": 1.5}[chosen.growth]
         return ScalingLaw(name=method, lr=chosen.lr, batch=self.batches[0], knee=self.knee, doubling=doubling)(batch)
@@ -113,21 +115,14 @@ class Trial(NamedTuple):
 
 
 def settings(study: Study, trial: Trial) -> tuple[Any, ...]:
-    """All that tells a trial from others of the study, whatever its method is called."""
+    """Everything in which trials of a study can differ. Two trials with equal settings are the same run."""
     method = study.methods[trial.method]
-    return (
-        method.type,
-        method.params,
-        method.sam,
-        method.set,
-        trial.batch,
-        trial.seed,
-        study.rate(trial.method, trial.batch) * trial.factor,
-    )
+    lr = study.rate(trial.method, trial.batch) * trial.factor
+    return method.type, method.params, method.sam, method.set, trial.batch, trial.seed, lr
 
 
 def shared_runs(study: Study, rows: Sequence[str]) -> dict[tuple[str, str], list[int]]:
-    """Pairs of a method and an earlier one, and the batches at which one run serves both."""
+    """Pairs of a method and an earlier one, with the batches at which both have the same run."""
     shared: dict[tuple[str, str], list[int]] = {}
     for batch in study.batches:
         for place, method in enumerate(rows):
@@ -170,7 +165,7 @@ def trial_config(study: Study, trial: Trial, folder: Path, *, images: int, start
 
 
 def optimizer_settings(method: Method, lr: float, memory: dict[str, Any]) -> list[str]:
-    """The method's own `set` last, so that it may change one of its params."""
+    """The method's `set` comes last, so that it can change one of its params."""
     params = {**memory, **method.params, "lr": lr}
     return [
         f"optimizer.type={json.dumps(method.type)}",
@@ -189,8 +184,8 @@ def batch_settings(study: Study, batch: int) -> list[str]:
 
 
 def agvm_memory(steps: int) -> dict[str, Any]:
-    """tau and alpha by the length of the run: at most the paper's number of windows, and the same share of the run in
-    memory as there (a twelfth or so). Fixed beforehand, not tuned."""
+    """tau and alpha from the length of the run: at most as many windows as in the paper, and the moving average covers
+    the same share of the run (about a twelfth). Fixed in advance, not tuned."""
     tau = max(1, steps // PAPER_WINDOWS)
     windows = max(1, steps // tau)
     memory = windows / PAPER_WINDOWS / (1 - PAPER_ALPHA)
@@ -198,7 +193,7 @@ def agvm_memory(steps: int) -> dict[str, Any]:
 
 
 def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None = None) -> tuple[Study, list[str]]:
-    """A study with some of its fields replaced, and those of its methods that were asked for, in its order."""
+    """A study with some of its fields replaced, and the requested methods in the study's order."""
     path = _find(name)
     try:
         study = Study(**{**_with_base(path), **given})
@@ -217,9 +212,7 @@ def load_study(name: str, given: dict[str, Any], methods: Sequence[str] | None =
 
 
 def check_runs(study: Study, rows: Sequence[str]) -> None:
-    """Every run's config is read before the first one is trained."""
-    from engine.optim.registry import find_rule
-
+    """Read the config of every run before the first one is trained."""
     for method in rows:
         for batch in study.batches:
             try:
@@ -232,9 +225,9 @@ def check_runs(study: Study, rows: Sequence[str]) -> None:
 
 
 def keep_settings(study: Study, folder: Path) -> None:
-    """Note the study's settings in its folder, or refuse a folder whose runs were made with others."""
+    """Save the study's settings in its folder, or refuse a folder whose runs have other settings."""
     path, new = folder / "study.json", study.model_dump(mode="json")
-    new["run"] = load_json(find_config(study.config))  # as it is today: the name alone does not say what was run
+    new["run"] = load_json(find_config(study.config))  # the content: a shipped file may change under the same name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         old = json.loads(path.read_text()) if path.exists() else new
@@ -252,8 +245,8 @@ def keep_settings(study: Study, folder: Path) -> None:
             f"{path} cannot be read as the settings of a study: give another --out, or remove it, if the runs "
             "beside it were made with these settings"
         ) from None
-    # More batches, seeds, factors or methods leave the runs that are there as they are, but for the first of two: the first
-    # batch is where learning rates start from, and the first seed is tuned on.
+    # More batches, seeds, factors or methods do not change existing runs. But the first batch and the first seed must
+    # stay: learning rates start from the former and are tuned with the latter.
     before["sweep"] = new["sweep"]
     for extendable in ("batches", "seeds"):
         before[extendable] = new[extendable] if before[extendable][0] == new[extendable][0] else before[extendable]
@@ -263,12 +256,12 @@ def keep_settings(study: Study, folder: Path) -> None:
     ]
     if changed:
         raise ConfigError(f"{folder} holds a study with another {', '.join(changed)}: give another --out, or remove it")
-    new["methods"] = {**known, **new["methods"]}  # one that is left out today may come back, and must be the same then
-    write_json(path, new, indent=2)  # whole or not at all: a full disk must not cost what is noted there
+    new["methods"] = {**known, **new["methods"]}  # a method that is left out now may come back, with the same settings
+    write_json(path, new, indent=2)
 
 
 def _with_base(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """What a study's file says, on top of the study that it names as its `base`."""
+    """The content of a study's file, completed with the study that it names as its `base`."""
     data = load_json(path)
     base = data.pop("base", None)
     if base is None:
@@ -285,8 +278,6 @@ def _find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    import ds_configs
-
     shipped = {
         file.stem: file for folder in ds_configs.__path__ for file in sorted((Path(folder) / "studies").glob("*.json"))
     }
@@ -298,5 +289,5 @@ def _find(name: str) -> Path:
 
 
 def better(a: float, b: float) -> bool:
-    """Whether score a beats b; a run that diverged (not a number) loses to any other."""
+    """Whether score a is better than b. A run that diverged (NaN) loses against any other."""
     return not math.isnan(a) and (math.isnan(b) or a > b)

@@ -1,4 +1,4 @@
-"""One HTML page of a study, with its pictures inside, to be passed on as a file."""
+"""A study as one HTML file that includes its pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0; font-size: 13px } td, th { border: 1px solid #ccc; padding: 3px 8px }
-th { background: #f3f3f3; text-align: left } img { max-width: 100% } pre { background: #f6f6f6; padding: 1em; overflow: auto }
+th { background: #f3f3f3; text-align: left } img { max-width: 100% }
+pre { background: #f6f6f6; padding: 1em; overflow: auto }
 """
 
 

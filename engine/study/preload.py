@@ -1,4 +1,4 @@
-"""Imported once by the process that trials are forked from."""
+"""Imported once, by the process from which trials are forked."""
 
 import atexit
 import gc
@@ -14,9 +14,9 @@ import_late_parts()
 
 import engine.train.loop  # noqa: E402, F401
 
-# What is imported is looked at by no garbage collection of the forked processes.
+# The forked processes' garbage collection does not need to look at imported objects.
 gc.collect()
 gc.freeze()
 
-# Libraries complain of leaks of their own when an interpreter that has loaded torch's compiler winds down.
+# Skip the normal exit: with torch's compiler loaded, libraries then print warnings about their own leaks.
 atexit.register(os._exit, 0)

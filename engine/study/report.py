@@ -1,4 +1,4 @@
-"""Everything a study leaves behind, written from the outcomes on disk."""
+"""The report of a study, written from the outcomes on disk."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from engine.study.runner import Outcomes
 
 
 def write_report(study: Study, rows: Sequence[str], outcomes: Outcomes, folder: Path) -> str:
-    """`results.csv`, `results.md`, `scores.png`, `variance-*.png` and `study.html`; returns the short table."""
+    """Write `results.csv`, `results.md`, `scores.png`, `variance-*.png`, `study.html`; returns the short table."""
     found = cells(study, rows, outcomes)
     baseline = next((method for method in rows if study.methods[method].type == "AdamW"), rows[0])
     grid, table = grid_of(study, rows, found), rows_of(study, found, baseline)
     summary = [
-        f"{study.metric} of the validation images after {study.epochs:g} epochs, mean over {len(study.seeds)} seeds, +- half of "
-        "the distance between the best and the worst of them. NaN: the loss was not finite.",
-        f"Every method was given the same budget: {len(study.sweep)} learning rates around the paper's rule (linear to batch "
-        f"{study.knee}), tried with seed {study.seeds[0]} at full length at every batch, and the best of them run with the other "
-        "seeds. AGVM's tau and alpha follow from the length of the run and were not tuned.",
-        f"Seconds are of runs side by side on one machine; the last column is a step's median against {baseline}'s.",
+        f"{study.metric} of the validation images after {study.epochs:g} epochs: mean over {len(study.seeds)} seeds, "
+        "+- half of the distance between the best and the worst seed. NaN: the loss was not finite.",
+        f"Every method had the same budget: {len(study.sweep)} learning rates around the paper's rule (linear to batch "
+        f"{study.knee}) were tried with seed {study.seeds[0]} at full length at every batch, and the best was run with "
+        "the other seeds. AGVM's tau and alpha follow from the length of the run and were not tuned.",
+        "Seconds were measured with several runs at once on one machine; the last column is the median time of a step "
+        f"relative to {baseline}'s.",
     ]
     summary += [
         f"{method} at batch {', '.join(map(str, batches))} is {other}'s run: there both have the same settings."

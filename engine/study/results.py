@@ -1,4 +1,4 @@
-"""What a study found: a cell for every method and batch, as rows of a table."""
+"""The results of a study: a cell for every method and batch, and tables of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Cell:
     batch: int
     lr: float
     factor: float
-    scores: list[float]  # one a seed at the best learning rate; not a number where a run diverged
+    scores: list[float]  # of each seed at the best learning rate; NaN if the run diverged
     swept: dict[float, str]  # factor -> score of the first seed, or why there is none
     steps: int
     seconds: float
@@ -28,7 +28,7 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Not a number as soon as one seed diverged."""
+        """NaN if any seed diverged."""
         return statistics.fmean(self.scores)
 
     @property
@@ -46,7 +46,7 @@ class Cell:
 
 
 def cells(study: Study, rows: Sequence[str], outcomes: Outcomes) -> dict[tuple[str, int], Cell]:
-    """Those whose every seed is there."""
+    """The cells for which the outcomes of all seeds are there."""
     found = {}
     for method in rows:
         for batch in study.batches:
@@ -58,8 +58,8 @@ def cells(study: Study, rows: Sequence[str], outcomes: Outcomes) -> dict[tuple[s
             if any(factor not in swept for factor in study.sweep):
                 continue
             best = best_trial(study, method, batch, outcomes)
-            chosen = [outcomes.get(best._replace(seed=seed)) for seed in study.seeds]
-            if None in chosen:
+            chosen = [outcomes[trial] for seed in study.seeds if (trial := best._replace(seed=seed)) in outcomes]
+            if len(chosen) < len(study.seeds):
                 continue
             found[method, batch] = Cell(
                 method,
@@ -77,7 +77,7 @@ def cells(study: Study, rows: Sequence[str], outcomes: Outcomes) -> dict[tuple[s
 
 
 def relative_cost(found: dict[tuple[str, int], Cell], cell: Cell, baseline: str) -> float:
-    """Seconds a step, against the baseline's at the same batch."""
+    """Seconds per step, relative to the baseline's at the same batch."""
     base = found.get((baseline, cell.batch))
     return cell.step_seconds / base.step_seconds if base and base.step_seconds else math.nan
 
@@ -106,7 +106,7 @@ def rows_of(study: Study, found: dict[tuple[str, int], Cell], baseline: str) -> 
 
 
 def grid_of(study: Study, rows: Sequence[str], found: dict[tuple[str, int], Cell]) -> list[list[str]]:
-    """The short table: methods down, batches across."""
+    """The short table: a row per method, a column per batch."""
     return [
         ["method", *(f"batch {batch}" for batch in study.batches)],
         *(

@@ -1,17 +1,18 @@
-"""Trials side by side, each in a process of its own, until the grid is complete.
+"""Run several trials at once, each in its own process, until the grid is complete.
 
-Processes are forked from one that has imported everything, which takes ten seconds and is done once.
+Processes are forked from one that has imported everything, so the ten seconds for that are spent only once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from engine.errors import UserError
@@ -21,24 +22,24 @@ from engine.study.trial import Outcome, read_outcome, run_trial
 
 Outcomes = dict[Trial, Outcome]
 
-# Where the first few runs all fail, the others would.
-TRIES = 3
+TRIES = 3  # if the first few runs all fail, so would the others
 
 
 def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say: Callable[[str], None]) -> Outcomes:
-    """Every trial of the methods `rows`, those on disk not again; returns all outcomes."""
-    # Not a default: a script has set it for one process on all cores, and two runs with two threads each on two cores take
-    # twice as long.
+    """Run every trial of the methods `rows` that has no outcome on disk yet; returns all outcomes."""
+    # Overwritten, because the launch script has set it for one process on all cores. Two runs with two threads each on
+    # two cores take twice as long.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
-    server = multiprocessing.get_context("forkserver")
+    server = get_context("forkserver")
     server.set_forkserver_preload(["engine.study.preload"])
     with _alone_in(folder):
         start = _start(study, folder, server, say)
         field = _Field(study, rows, folder, start, server, say)
         say(
-            f"study   {field.total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: learning rates "
-            f"{', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed {study.seeds[0]}, the best of them with "
-            f"{len(study.seeds) - 1} more; {field.done} are done, {at_once} run at once"
+            f"study   {field.total} runs of {len(rows)} methods at batches {', '.join(map(str, study.batches))}: "
+            f"learning rates {', '.join(f'x{factor:g}' for factor in study.sweep)} of the rule with seed "
+            f"{study.seeds[0]}, the best of them with {len(study.seeds) - 1} more; {field.done} are done, "
+            f"{at_once} run at once"
         )
         with _ended(field.running):
             while field.begin(at_once) or field.running:
@@ -48,7 +49,7 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
 
 
 class _Field:
-    """Which trials are done, which run, and which come next."""
+    """Keeps track of which trials are done, which are running, and which come next."""
 
     def __init__(
         self,
@@ -56,12 +57,12 @@ class _Field:
         rows: list[str],
         folder: Path,
         start: Path | None,
-        server: multiprocessing.context.BaseContext,
+        server: ForkServerContext,
         say: Callable[[str], None],
     ) -> None:
         self.study, self.rows, self.folder, self.start, self.server, self.say = study, rows, folder, start, server, say
         self.outcomes = read_outcomes(study, rows, folder)
-        self.running: dict[Trial, multiprocessing.Process] = {}
+        self.running: dict[Trial, ForkServerProcess] = {}
         self.total = len(rows) * len(study.batches) * (len(study.sweep) + len(study.seeds) - 1)
         self.began, self.finished, self.failed = time.monotonic(), 0, 0
 
@@ -70,12 +71,12 @@ class _Field:
         return self.total - missing_runs(self.study, self.rows, self.outcomes)
 
     def begin(self, at_once: int) -> bool:
-        """Start what is due, as long as there is room; False where nothing is due."""
+        """Start trials that are due, up to `at_once` at a time; False if none is due."""
         due = due_trials(self.study, self.rows, self.outcomes)
         for trial in (trial for trial in due if trial not in self.running):
             if len(self.running) >= at_once:
                 break
-            # Another method's rule may come to the same here, such as MegDet's below the knee.
+            # Another method may have the same settings here, for example MegDet below the knee.
             own = settings(self.study, trial)
             same = next(
                 (other for other in [*self.outcomes, *self.running] if settings(self.study, other) == own), None
@@ -94,14 +95,14 @@ class _Field:
         return bool(due)
 
     def collect(self) -> None:
-        """Take the outcomes of the runs that have ended."""
+        """Read the outcomes of the runs that have ended."""
         for trial in [trial for trial, process in self.running.items() if not process.is_alive()]:
             log = f"{self.folder / trial.name}.log"
             outcome = read_outcome(self.folder / trial.name)
             if outcome is None:
                 raise UserError(
                     f"the run {trial.name} ended with {self.running[trial].exitcode} and no outcome: see {log}; start "
-                    "the same command again to go on"
+                    "the same command again to continue"
                 )
             del self.running[trial]
             self.outcomes[trial] = outcome
@@ -117,7 +118,7 @@ class _Field:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Two studies in one folder would remove each other's runs."""
+    """Refuse a second study in the same folder: both would remove each other's runs."""
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,12 +128,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended(running: dict[Trial, multiprocessing.Process]) -> Iterator[None]:
-    """However this is left, no run is left behind."""
+def _ended(running: dict[Trial, ForkServerProcess]) -> Iterator[None]:
+    """Ends all running processes on exit, also after an error or a signal."""
     try:
         yield
     finally:
-        # One that was being started when a signal came has no number yet: it ends by itself when it finds its parent gone.
+        # A process that was being started when a signal came has no pid yet. It ends itself when its parent is gone.
         started = [process for process in running.values() if process.pid is not None]
         for process in started:
             process.terminate()
@@ -141,7 +142,7 @@ def _ended(running: dict[Trial, multiprocessing.Process]) -> Iterator[None]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Whole or not at all."""
+    """Copy a folder completely or not at all."""
     part = target.with_name(f"{target.name}.part")
     for rest in (part, target):
         shutil.rmtree(rest, ignore_errors=True)
@@ -150,7 +151,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def missing_runs(study: Study, rows: list[str], outcomes: Outcomes) -> int:
-    """How many are to come, those at a learning rate that is yet to be found included."""
+    """How many runs are left, including those whose learning rate is not known yet."""
     missing = 0
     for method in rows:
         for batch in study.batches:
@@ -161,9 +162,9 @@ def missing_runs(study: Study, rows: list[str], outcomes: Outcomes) -> int:
 
 
 def due_trials(study: Study, rows: list[str], outcomes: Outcomes) -> list[Trial]:
-    """What can be run now: the sweep of every method and batch, then other seeds at the best learning rate.
+    """The trials that can run now: the sweep of every method and batch, then the other seeds at the best learning rate.
 
-    Batch by batch, so that a study that was stopped early has whole columns.
+    Batch by batch, so that a study that was stopped early has complete columns.
     """
     due = []
     for batch in study.batches:
@@ -180,7 +181,7 @@ def due_trials(study: Study, rows: list[str], outcomes: Outcomes) -> list[Trial]
 
 
 def best_trial(study: Study, method: str, batch: int, outcomes: Outcomes) -> Trial:
-    """The sweep's best; where all diverged, its smallest learning rate."""
+    """The best trial of the sweep; if all diverged, that with the smallest learning rate."""
     swept = sorted(
         (Trial(method, batch, factor, study.seeds[0]) for factor in study.sweep), key=lambda trial: trial.factor
     )
@@ -200,20 +201,19 @@ def read_outcomes(study: Study, rows: list[str], folder: Path) -> Outcomes:
         for seed in study.seeds
     ]
     found = {trial: read_outcome(folder / trial.name) for trial in trials}
-    # A run that failed for another reason than divergence is tried again.
+    # A run that failed for a reason other than divergence is tried again.
     return {trial: outcome for trial, outcome in found.items() if outcome is not None and outcome.error is None}
 
 
-def _start(
-    study: Study, folder: Path, server: multiprocessing.context.BaseContext, say: Callable[[str], None]
-) -> Path | None:
+def _start(study: Study, folder: Path, server: ForkServerContext, say: Callable[[str], None]) -> Path | None:
+    """The file with the weights that all runs start from, trained first if it is not there yet."""
     if study.start is None:
         return None
     path = folder / "start.pth"
     if not path.exists():
         say(
-            f"start   {study.start.epochs:g} epochs of {study.start.method} at batch {study.batches[0]} give the weights of "
-            f"{', '.join(study.start.keep)} that all runs start from"
+            f"start   {study.start.epochs:g} epochs of {study.start.method} at batch {study.batches[0]} give the "
+            f"weights of {', '.join(study.start.keep)} that all runs start from"
         )
         shutil.rmtree(folder / "start", ignore_errors=True)
         process = server.Process(target=make_start, args=(study, path))

@@ -1,28 +1,27 @@
-"""The weights that all runs of a study start from, trained once: a stand-in for a pre-trained backbone."""
+"""Train the weights that all runs of a study start from: a substitute for a pre-trained backbone."""
 
 from __future__ import annotations
 
 import json
-from multiprocessing import parent_process
 from pathlib import Path
 
+import torch
+
+from engine.checkpoints.reading import read_weights
 from engine.files import CHECKPOINTS
+from engine.modeling.weights import whole
 from engine.recipes.load import load_config
 from engine.study.grid import Study, batch_settings, optimizer_settings
-from engine.study.trial import alone
+from engine.study.trial import alone, is_orphan
+from engine.train.loop import train
 
 
 def make_start(study: Study, path: Path) -> None:
-    """Train the start's method at the smallest batch and keep some of the weights, in `path`."""
-    import torch
-
-    from engine.checkpoints.reading import read_weights
-    from engine.modeling.weights import whole
-    from engine.train.loop import train
-
+    """Train the start's method at the smallest batch, and save some of the weights in `path`."""
     start, batch = study.start, study.batches[0]
+    assert start is not None
     method, folder = study.methods[start.method], path.parent / "start"
-    if not parent_process().is_alive():  # the study was stopped while this process was being made
+    if is_orphan():
         return
     with alone(folder):
         train(

@@ -1,1 +1,1 @@
-"""What detection, instance, panoptic and semantic segmentation, and classification do differently."""
+"""What differs between detection, instance, panoptic and semantic segmentation, and classification."""

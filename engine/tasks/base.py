@@ -1,4 +1,4 @@
-"""What a task has to say for itself. Everything else is the same loop for all tasks.
+"""What each task must define. Everything else is the same for all tasks.
 
 A new task is one file with a subclass of `Task`, one line in `engine.tasks.registry`, and its name in the schema.
 """
@@ -15,14 +15,14 @@ from torch import nn
 from engine.config import RunConfig
 from engine.data.types import Classes, Split
 
-# One image's prediction: numbers by name, the image's own under `image_id`.
+# The prediction for one image: numbers by name, and the image's number as `image_id`.
 Prediction = dict[str, Any]
-# Predict on a data set: this rank's share of the predictions.
+# Predicts on a data set and returns this rank's share of the predictions.
 Predict = Callable[[Any], list[Prediction]]
 
 
 class UsualData(NamedTuple):
-    """The public data set that a task is usually trained on, for plans made where no data is."""
+    """The public data set that a task is usually trained on. Plans use it on machines without the data."""
 
     train: int
     val: int
@@ -45,11 +45,11 @@ class Task(ABC):
 
     @abstractmethod
     def build_split(self, name: str, classes: Classes) -> Split:
-        """One split as it is evaluated, for a model that knows `classes`."""
+        """One split for evaluation, for a model that knows `classes`."""
 
     @abstractmethod
     def read_classes(self) -> Classes:
-        """The classes of the validation split, for weight files that do not name theirs."""
+        """The classes of the validation split, for weight files without class names."""
 
     @abstractmethod
     def build_model(self, classes: Classes) -> nn.Module:
@@ -57,7 +57,7 @@ class Task(ABC):
 
     @abstractmethod
     def build_preprocessor(self, classes: Classes) -> nn.Module:
-        """The module that turns the loader's samples into a batch; it is built outside zero.Init."""
+        """The module that turns the loader's samples into a batch. It is built outside zero.Init."""
 
     @abstractmethod
     def as_numbers(self, output: Any, classes: Classes) -> Prediction:
@@ -76,8 +76,8 @@ class Task(ABC):
 
     @abstractmethod
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
-        """Predict on images without annotations, and write what was found."""
+        """Predict on images without annotations, and write the results."""
 
     @abstractmethod
     def stand_ins(self, classes: Classes, *, micro: int, height: int, width: int, objects: int) -> list[Any]:
-        """Made-up data samples of one micro-batch, always the same, for a step that is only planned."""
+        """Made-up data samples of one micro-batch, always the same, for planning a step."""

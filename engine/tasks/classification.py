@@ -1,4 +1,4 @@
-"""Classification: one class for each image, scored by how often it is the first or among the first five."""
+"""Classification: one class for each image, scored by top-1 and top-5 accuracy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from torch import nn
 from engine import distributed
 from engine.config.schema import SplitConfig
 from engine.data.build import split_files
-from engine.data.classification import (
-    LabelledImages,
-    LabelledSample,
-    Listing,
-    image_transform,
-    list_files,
-    list_split,
-)
+from engine.data.classification import LabelledImages, LabelledSample, Listing, image_transform, list_files, list_split
 from engine.data.types import Classes, Split
 from engine.files import EVAL, make_folder, write_json
 from engine.modeling.classifier import TOP, ImagePrediction, StackImages, build_classifier, timm_name
@@ -29,12 +22,12 @@ from engine.tasks.predicting import gather_predictions
 
 
 class Classification(Task):
-    """A prediction has the `labels` and `scores` of the first five classes, its `truth` and its `loss`."""
+    """A prediction has the `labels` and `scores` of the five best classes, its `truth` and its `loss`."""
 
     usual_data = UsualData(1_281_167, 50_000, 1000, 0, "ImageNet-1k")
 
     def build_data(self) -> tuple[Split, Split, Classes]:
-        timm_name(self.config.detector.config)  # a slip is told before millions of files are listed
+        timm_name(self.config.detector.config)  # reports a typo before millions of files are listed
         files = split_files(self.config.data)
         listing, classes = list_split(files["train"], None)
         train = Split(dataset=self._images(listing, training=True), content={}, files=files["train"])
@@ -83,7 +76,7 @@ class Classification(Task):
         return metrics
 
     def draw_predictions(self, path: Path, predictions: Sequence[Prediction], split: Split, classes: Classes) -> None:
-        # Spread over the data set, which is in the order of its classes.
+        # Spread over the data set, because it is sorted by class.
         places = np.linspace(0, len(predictions) - 1, min(self.config.run.draw, len(predictions))).round().astype(int)
         pictures = []
         for prediction in (predictions[place] for place in places):
@@ -95,7 +88,7 @@ class Classification(Task):
         titled_grid(pictures, path)
 
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
-        """The first five classes of every image with their probabilities, on the screen and in `results.json`."""
+        """Print the five best classes of every image with their probabilities, and write them to `results.json`."""
         listing = list_files(paths)
         with distributed.together():
             mine = predict(self._images(listing, training=False))
@@ -136,7 +129,7 @@ def accuracy_table(metrics: dict[str, float], predictions: Sequence[Prediction],
 
 
 def result_entries(predictions: Sequence[Prediction], listing: Listing, classes: Classes) -> list[dict[str, Any]]:
-    """What is known of each image, by names; the truth where there is one."""
+    """What is known of each image, with class names; the truth if there is one."""
     entries = []
     for prediction in predictions:
         entry: dict[str, Any] = dict(

@@ -1,4 +1,4 @@
-"""AP of boxes and masks: results in COCO's form, scored by pycocotools or faster-coco-eval, as JSON and as a table."""
+"""AP of boxes and masks: results in COCO's form, scored by pycocotools or faster-coco-eval."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
 from engine.data.types import Classes
 from engine.errors import UserError
 from engine.files import EVAL, write_json
@@ -16,7 +19,7 @@ _SUFFIXES = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")  # mmdet's na
 
 
 def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[int], *, masks: bool) -> list[dict]:
-    """Predictions as COCO's results format has them: x, y, w, h and the file's own category ids."""
+    """Predictions in COCO's results format: x, y, w, h, and the category ids of the annotation file."""
     results = []
     for prediction in predictions:
         for index, (box, score, label) in enumerate(
@@ -40,8 +43,8 @@ def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[i
 def score(
     content: dict[str, Any], results: dict[str, list[dict]], classes: Classes, category_ids: Sequence[int], backend: str
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Flat metrics under mmdet's names, and AP and AP50 per class for the table. `results` by kind: bbox, segm."""
-    COCO, COCOeval = coco_backend(backend)
+    """Flat metrics under mmdet's names, and AP per class for the table. `results` are by kind: bbox, segm."""
+    coco_class, eval_class = coco_backend(backend)
     truth = dict(
         content,
         annotations=[
@@ -52,16 +55,16 @@ def score(
     metrics: dict[str, float] = {}
     per_class: dict[str, dict[str, float]] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # both backends print as they go
-        coco = COCO()
+        coco = coco_class()
         coco.dataset = truth
         coco.createIndex()
         for kind, found in results.items():
             if not found:
-                # COCOeval cannot load an empty list; what was not found has AP 0.
+                # COCOeval cannot load an empty list. Without predictions AP is 0.
                 metrics.update({f"{kind}_{suffix}": 0.0 for suffix in _SUFFIXES})
                 per_class[kind] = {}
                 continue
-            evaluation = COCOeval(coco, coco.loadRes(found), kind)
+            evaluation = eval_class(coco, coco.loadRes(found), kind)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
@@ -83,22 +86,19 @@ def _box_area(annotation: dict[str, Any]) -> float:
 def coco_backend(name: str) -> tuple[Any, Any]:
     """The COCO and COCOeval classes of the chosen backend (pycocotools or faster-coco-eval)."""
     if name == "pycocotools":
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
-
         return COCO, COCOeval
     try:
-        from faster_coco_eval import COCO, COCOeval_faster
+        import faster_coco_eval  # here: it may not be installed
     except ImportError:
         raise UserError(
             "run.eval_backend is faster-coco-eval, which is not installed: "
             "pip install faster-coco-eval, or use pycocotools"
         ) from None
-    return COCO, COCOeval_faster
+    return faster_coco_eval.COCO, faster_coco_eval.COCOeval_faster
 
 
 def category_ids_for(classes: Classes, content: dict[str, Any]) -> list[int]:
-    """This file's category id of every class, by name: two files may number the same classes differently."""
+    """The category id of every class in this file, found by name: two files may number classes differently."""
     by_name = {category["name"]: category["id"] for category in content["categories"]}
     return [by_name[name] for name in classes.things]
 
@@ -113,12 +113,12 @@ def write_scores(
     backend: str,
     table: bool,
 ) -> dict[str, float]:
-    """`eval.json` and `results.*.json` in a folder, and the table on the screen."""
+    """Write `eval.json` and `results.*.json` to a folder, and print a table if asked."""
     ids = category_ids_for(classes, content)
     results = {"bbox": coco_results(predictions, ids, masks=False)}
     if masks:
         results["segm"] = coco_results(predictions, ids, masks=True)
-    for kind, entries in results.items():  # before scoring, for COCOeval adds keys of its own to them
+    for kind, entries in results.items():  # before scoring, because COCOeval adds keys to them
         write_json(folder / f"results.{kind}.json", entries)
     metrics, per_class = score(content, results, classes, ids, backend)
     write_json(folder / EVAL, metrics, indent=2)
@@ -141,4 +141,4 @@ def result_table(metrics: dict[str, float], per_class: dict[str, dict[str, float
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}" if value >= 0 else "-"  # COCOeval answers -1 where nothing of that size exists
+    return f"{value:.3f}" if value >= 0 else "-"  # COCOeval gives -1 if there is no object of that size

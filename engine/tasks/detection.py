@@ -26,7 +26,7 @@ SCORE_SHOWN = 0.3
 
 
 class Detection(MmdetTask):
-    # Of 118,287 training images those with annotations, as `data.keep_empty` false leaves them.
+    # Of 118,287 training images, those with annotations (`data.keep_empty` is false by default).
     usual_data = UsualData(117_266, 5_000, 80, 0, "COCO 2017")
 
     def __init__(self, config: RunConfig) -> None:
@@ -39,12 +39,12 @@ class Detection(MmdetTask):
     def build_split(self, name: str, classes: Classes) -> Split:
         files = split_files(self.config.data)[name]
         content = read_content(files)
-        check_same_classes(classes, read_classes(content, panoptic=False), files.annotations)
+        check_same_classes(classes, read_classes(content, panoptic=False), files.annotation_path)
         dataset = build_dataset(self.config.data, files, classes, training=False, content=content)
         return Split(dataset=dataset, content=content, files=files)
 
     def read_classes(self) -> Classes:
-        return read_classes(read_annotations(split_files(self.config.data)["val"].annotations), panoptic=False)
+        return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=False)
 
     def as_numbers(self, output: Any, classes: Classes) -> Prediction:
         return objects_as_numbers(output, with_masks=self.with_masks)
@@ -66,7 +66,7 @@ class Detection(MmdetTask):
         draw_beside_truth(path, predictions, split.content, Path(split.files.images), classes, count=self.config.run.draw)
 
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
-        """Draw the objects found on every image and write them as a COCO results file, with file names."""
+        """Draw the objects found on every image, and write them as a COCO results file with file names."""
         with distributed.together():
             drawn_to = drawn_paths(paths, out)
             mine = predict(PlainImages(paths, test_pipeline(self.config.data)))
@@ -96,7 +96,7 @@ class Detection(MmdetTask):
 
 
 def objects_as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
-    """An image's id and its objects: boxes (xyxy), scores, labels and RLEs."""
+    """An image's id and its objects: boxes (xyxy), scores, labels, and masks as RLE."""
     found = sample.pred_instances
     result = dict(
         image_id=sample.img_id,
@@ -135,7 +135,7 @@ def draw_beside_truth(
                     mask=_decode(annotation.get("segmentation"), shape) if "masks" in predictions[0] else None,
                 )
             )
-    rows = []
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
     for prediction in predictions:
         if prediction["image_id"] in truth and len(rows) < count:
             image = read_image(folder / files[prediction["image_id"]]["file_name"])
@@ -150,7 +150,7 @@ def draw_beside_truth(
 
 
 def shown_objects(prediction: dict[str, Any], threshold: float = SCORE_SHOWN) -> list[dict[str, Any]]:
-    """The objects of a prediction worth drawing, the surest on top."""
+    """The objects of a prediction to draw: those above the threshold, the best one last, so that it is on top."""
     objects = [
         dict(bbox=box, score=float(score), label=int(label))
         for box, score, label in zip(prediction["boxes"], prediction["scores"], prediction["labels"])

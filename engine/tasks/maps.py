@@ -1,6 +1,6 @@
 """Shared by the tasks whose prediction is a map: a class for every pixel (semantic), or a segment (panoptic).
 
-Each rank scores its own images against their ground truth, which the loader reads, so only numbers per class are sent.
+Each rank scores its own images against the ground truth that its loader reads, so ranks send only numbers per class.
 Compressed maps are kept for the images that are drawn.
 """
 
@@ -26,7 +26,7 @@ from engine.tasks.predicting import gather_predictions
 
 
 class MapTask(MmdetTask):
-    """Shared by both tasks. `Map` is a prediction or the ground truth of one image, in memory."""
+    """Shared by both tasks. A "Map" is the prediction or the ground truth of one image, in memory."""
 
     with_maps = True
 
@@ -36,7 +36,7 @@ class MapTask(MmdetTask):
 
     @abstractmethod
     def score_image(self, truth: Any, found: Any) -> dict[int, Any]:
-        """What one image adds to the score of each class."""
+        """The contribution of one image to the score of each class."""
 
     @abstractmethod
     def score(self, images: Sequence[dict[int, Any]], classes: Classes) -> tuple[dict[str, float], dict[str, Any]]:
@@ -44,7 +44,7 @@ class MapTask(MmdetTask):
 
     @abstractmethod
     def pack(self, found: Any) -> Any:
-        """A Map made small, to be sent to rank 0."""
+        """A Map, compressed to be sent to rank 0."""
 
     @abstractmethod
     def unpack(self, packed: Any) -> Any: ...
@@ -55,10 +55,10 @@ class MapTask(MmdetTask):
 
     @abstractmethod
     def result(self, found: Any, classes: Classes) -> tuple[np.ndarray, list[dict[str, Any]]]:
-        """The Map as a PNG, and a list of what it shows."""
+        """The Map as a PNG, and the list of its segments or classes."""
 
     def as_numbers(self, output: Any, classes: Classes) -> Prediction:
-        """`rows` for the score where the truth is known, and maps where there is none or where it is to be drawn."""
+        """`rows` for the score if the truth is known; maps if it is not known or if the image will be drawn."""
         found = self.read_output(output, classes)
         truth = output.get("truth")
         prediction: Prediction = dict(image_id=output.img_id)
@@ -97,9 +97,9 @@ class MapTask(MmdetTask):
         return draw_regions(read_image(image), regions, labels, classes.all)
 
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
-        """Draw the map of every image, and write it as a PNG with the data set's own numbers.
+        """Draw the map of every image, and write it as a PNG with the data set's numbers.
 
-        `threshold` is not for maps: which objects enter one is the detector's own `test_cfg`.
+        `threshold` is not used for maps: the detector's `test_cfg` decides which objects are in a map.
         """
         task = self.config.data.task
         with distributed.together():
@@ -127,14 +127,14 @@ class MapTask(MmdetTask):
                 ]
                 write_json(out / f"{task}.json", dict(annotations=everything, categories=categories))
                 print(
-                    f"maps of {len(paths)} images in {out / task}, what they show in {out / f'{task}.json'}; drawn images "
-                    f"in {out}",
+                    f"maps of {len(paths)} images in {out / task}, what they show in {out / f'{task}.json'}; "
+                    f"drawn images in {out}",
                     flush=True,
                 )
 
 
 def pack(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
-    """Maps are large areas of one number: a hundredth of their size remains."""
+    """Compress a map. Maps consist of large areas of one number, so about 1 % of the size remains."""
     return array.shape, zlib.compress(np.ascontiguousarray(array).tobytes(), level=1)
 
 

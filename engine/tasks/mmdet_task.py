@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -14,8 +14,8 @@ from engine.tasks.stand_ins import mmdet_samples
 
 
 class MmdetTask(Task):
-    with_masks: ClassVar[bool] | bool = False  # whether the loss needs masks of objects
-    with_maps: ClassVar[bool] = False  # whether the loss needs a class for every pixel
+    with_masks = False  # whether the loss needs masks of objects
+    with_maps = False  # whether the loss needs a class for every pixel
 
     def build_model(self, classes: Classes) -> nn.Module:
         model = build_detector(self.config.detector, classes)

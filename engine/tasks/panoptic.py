@@ -29,7 +29,7 @@ class Panoptic(MapTask):
     def build_split(self, name: str, classes: Classes) -> Split:
         files = split_files(self.config.data)[name]
         content = read_content(files)
-        check_same_classes(classes, read_classes(content, panoptic=True), files.annotations)
+        check_same_classes(classes, read_classes(content, panoptic=True), files.annotation_path)
         dataset = build_dataset(self.config.data, files, classes, training=False, content=content)
         dataset.shown = self.config.run.draw
         return Split(dataset=dataset, content={}, files=files)
@@ -38,7 +38,7 @@ class Panoptic(MapTask):
         return read_classes(read_content(split_files(self.config.data)["val"]), panoptic=True)
 
     def read_output(self, output: Any, classes: Classes) -> PanopticMap:
-        from mmdet.structures import INSTANCE_OFFSET  # here, because mmdet must be set up before
+        from mmdet.structures import INSTANCE_OFFSET  # here: import_mmdet() must come first
 
         codes = output.pred_panoptic_seg.sem_seg[0].cpu().numpy()
         return from_codes(codes, void=len(classes.all), base=INSTANCE_OFFSET)
@@ -64,7 +64,7 @@ class Panoptic(MapTask):
         return found.pixels, found.labels
 
     def result(self, found: PanopticMap, classes: Classes) -> tuple[np.ndarray, list[dict[str, Any]]]:
-        """The PNG and the segments in COCO's form: segment k has the colour k."""
+        """The PNG and the segments in COCO's form: segment k has the id k."""
         segments = []
         for number, label in enumerate(found.labels.tolist(), 1):
             mask = (found.pixels == number).astype(np.uint8)

@@ -1,18 +1,18 @@
 """Panoptic quality: PQ, SQ and RQ of all classes, of things and of stuff, and of each class.
 
-A segment of the truth and one of the prediction match where they have the same class and
+A segment t of the truth and a segment p of the prediction match if they have the same class and
 
-    IoU = |t n p| / (|t| + |p| - |t n p| - |p n void|) > 1/2,
+    IoU = |t n p| / (|t| + |p| - |t n p| - |p n void|) > 1/2.
 
-which no two segments can do with the same third one. Of a class with TP matches, FP predictions and FN segments of the
+A segment has at most one match. For a class with TP matches, FP predictions without a match, and FN segments of the
 truth without a match
 
-    SQ = sum of IoU / TP,    RQ = TP / (TP + FP/2 + FN/2),    PQ = SQ RQ,
+    SQ = sum of IoU / TP,    RQ = TP / (TP + FP/2 + FN/2),    PQ = SQ RQ.
 
-and means over classes leave out those that neither truth nor prediction ever shows. What the truth marks as a crowd is
-neither matched nor missed; a prediction without a match is not wrong where more than half of it lies on void and on
-crowds of its class. All of it is said in Kirillov et al., Panoptic Segmentation (2019), and done by COCO's evaluation
-(which of several crowds of one class in an image looks at one only: COCO has at most one).
+Means over classes leave out those that are neither in the truth nor in the predictions. A crowd segment of the truth is
+neither matched nor missed. A prediction without a match is not counted as wrong if more than half of it is on void and
+on crowds of its class. This follows Kirillov et al., Panoptic Segmentation (2019), and COCO's evaluation. If an image
+has several crowds of one class, COCO's evaluation uses only one of them; COCO itself has at most one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 
 from engine.data.panoptic_map import PanopticMap
 
-# Of one class: sum of the IoU of matches, matches, predictions without a match, truth without a match.
+# For one class: sum of the IoU of matches, number of matches, predictions without a match, truth without a match.
 Row = tuple[float, int, int, int]
 
 
 def image_quality(truth: PanopticMap, found: PanopticMap) -> dict[int, Row]:
-    """What one image adds to the table of each class that it shows."""
+    """The contribution of one image to the row of each class in it."""
     wide = len(found.labels) + 1
     overlap = np.bincount(
         (truth.pixels.astype(np.int64) * wide + found.pixels).ravel(), minlength=(len(truth.labels) + 1) * wide
@@ -66,7 +66,7 @@ def add_up(images: Iterable[Mapping[int, Row]], classes: int) -> np.ndarray:
 
 
 def class_quality(table: np.ndarray) -> np.ndarray:
-    """PQ, SQ and RQ in percent, a row for each class; NaN for a class that was never seen."""
+    """PQ, SQ and RQ in percent, a row for each class; NaN for a class that never occurs."""
     total, matches, wrong, missed = table.T
     weight = matches + wrong / 2 + missed / 2
     seen = weight > 0
@@ -78,7 +78,7 @@ def class_quality(table: np.ndarray) -> np.ndarray:
 
 
 def quality_metrics(table: np.ndarray, things: int) -> dict[str, float]:
-    """mmdet's names, in percent as it gives them: all classes, things (the first ones), stuff. -1 where none was seen."""
+    """Metrics in percent under mmdet's names: all classes, things (the first ones), stuff. -1 if none occurs."""
     quality = class_quality(table)
     metrics = {}
     for suffix, part in (("", quality), ("_th", quality[:things]), ("_st", quality[things:])):
@@ -89,7 +89,7 @@ def quality_metrics(table: np.ndarray, things: int) -> dict[str, float]:
 
 
 def quality_by_class(table: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of every class that was seen, its measures and counts."""
+    """Measures and counts of every class that occurs."""
     return {
         name: dict(
             PQ=float(quality[0]),

@@ -1,4 +1,4 @@
-"""Predictions on images: boxes, masks and regions beside ground truth or alone, and classes above."""
+"""Draw predictions: boxes, masks and regions on images, alone or beside the ground truth, and classes as titles."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 
 from engine.errors import ConfigError, DataError
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """A distinct, stable colour per class: golden-ratio steps around the hue circle."""
+    """The colour of a class: golden-ratio steps around the hue circle give distinct colours."""
     red, green, blue = colorsys.hsv_to_rgb((label * 0.618034) % 1, 0.85, 1.0)
     return int(red * 255), int(green * 255), int(blue * 255)
 
 
 def _enlarged(image: np.ndarray) -> tuple[np.ndarray, int]:
-    """A copy, and its scale: small images are enlarged, so that a label fits beside an object of twenty pixels."""
-    import cv2
-
+    """A copy and its scale. Small images are enlarged, so that a label fits beside an object of twenty pixels."""
     scale = max(1, round(480 / max(image.shape[:2])))
-    return cv2.resize(
-        image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC
-    ) if scale > 1 else image.copy(), scale
+    if scale == 1:
+        return image.copy(), 1
+    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC), scale
 
 
-def draw_regions(image: np.ndarray, regions: np.ndarray, labels: Sequence[int], names: Sequence[str]) -> np.ndarray:
-    """A copy of an RGB image under its map: 0 is nothing and stays as it is, k is a region of class `labels[k - 1]`."""
-    import cv2
-
+def draw_regions(image: np.ndarray, regions: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """A copy of an RGB image with a map drawn over it: 0 is no region, k is a region of class `labels[k - 1]`."""
     canvas, scale = _enlarged(image)
     large = cv2.resize(regions.astype(np.int32), canvas.shape[1::-1], interpolation=cv2.INTER_NEAREST)
     shown = [int(region) for region in np.unique(large) if region > 0]
@@ -48,7 +45,7 @@ def draw_regions(image: np.ndarray, regions: np.ndarray, labels: Sequence[int], 
         _, depth, _, (x, y) = cv2.minMaxLoc(inside)
         text = names[labels[region - 1]]
         (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.42, 1)
-        if depth > height:  # where it is widest, if it is wide enough to be seen below its name
+        if depth > height:  # the name is put where the region is widest, if it stays visible around the name
             at = (int(np.clip(x - width // 2, 0, max(canvas.shape[1] - width, 0))), int(y + height // 2))
             cv2.putText(canvas, text, at, cv2.FONT_HERSHEY_SIMPLEX, 0.42, (0, 0, 0), 3, cv2.LINE_AA)
             cv2.putText(canvas, text, at, cv2.FONT_HERSHEY_SIMPLEX, 0.42, (255, 255, 255), 1, cv2.LINE_AA)
@@ -57,8 +54,6 @@ def draw_regions(image: np.ndarray, regions: np.ndarray, labels: Sequence[int], 
 
 def draw_objects(image: np.ndarray, objects: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
     """A copy of an RGB image with `objects`: `bbox` (xyxy), `label`, optional `score` and `mask`."""
-    import cv2
-
     canvas, scale = _enlarged(image)
     for item in objects:
         mask = item.get("mask")
@@ -79,8 +74,6 @@ def draw_objects(image: np.ndarray, objects: Sequence[dict[str, Any]], names: Se
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    import cv2
-
     image = cv2.imread(str(path), cv2.IMREAD_COLOR)
     if image is None:
         raise DataError(f"image {path} does not exist or is not a picture")
@@ -88,18 +81,15 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def save_image(path: Path, image: np.ndarray) -> None:
-    """An RGB picture, or one number for each pixel."""
-    import cv2
-
-    if not cv2.imwrite(
-        str(path), cv2.cvtColor(image, cv2.COLOR_RGB2BGR) if image.ndim == 3 else image
-    ):  # it answers False and says nothing
+    """Save an RGB picture, or a map with one number for each pixel."""
+    image = cv2.cvtColor(image, cv2.COLOR_RGB2BGR) if image.ndim == 3 else image
+    if not cv2.imwrite(str(path), image):  # on failure it returns False without a message
         raise DataError(f"picture {path} cannot be written")
 
 
 def side_by_side(rows: Sequence[tuple[np.ndarray, np.ndarray]], path: Path) -> Path:
-    """`path` as a sheet: left the ground truth, right the prediction, two pairs a line."""
-    from matplotlib.figure import Figure
+    """Save pairs of pictures: the ground truth on the left, the prediction on the right, two pairs per line."""
+    from matplotlib.figure import Figure  # here: only reports draw
 
     lines = (len(rows) + 1) // 2
     figure = Figure(figsize=(13, 3.3 * lines), layout="constrained")
@@ -116,8 +106,8 @@ def side_by_side(rows: Sequence[tuple[np.ndarray, np.ndarray]], path: Path) -> P
 
 
 def titled_grid(pictures: Sequence[tuple[np.ndarray, str, bool]], path: Path, *, columns: int = 6) -> Path:
-    """`path` as a sheet of images with a title each, green where it is right and red where not."""
-    from matplotlib.figure import Figure
+    """Save a sheet of images with titles, green for correct ones and red for wrong ones."""
+    from matplotlib.figure import Figure  # here: only reports draw
 
     lines = (len(pictures) + columns - 1) // columns
     figure = Figure(figsize=(2 * columns, 2.4 * lines), layout="constrained")
@@ -132,7 +122,7 @@ def titled_grid(pictures: Sequence[tuple[np.ndarray, str, bool]], path: Path, *,
 
 
 def drawn_paths(paths: Sequence[Path], out: Path) -> list[Path]:
-    """Where each image is drawn: its own name, with a number before it where two images share one."""
+    """Output paths of the drawn images: the image's own name, with a number before it if two images share a name."""
     stems = Counter(path.stem for path in paths)
     drawn = [
         out / f"{path.stem if stems[path.stem] == 1 else f'{number:04d}-{path.stem}'}.png"

@@ -1,4 +1,4 @@
-"""Predict on a data set over all ranks, and gather the predictions on rank 0."""
+"""Predict on a data set with all ranks, and gather the predictions on rank 0."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine import distributed
 from engine.data.loader import evaluation_loader, readable
 from engine.errors import UserError
 from engine.modeling.precision import Precision
-from engine.modeling.preprocessing import Preprocessor
+from engine.modeling.preprocessing import Preprocess
 from engine.monitoring.live import LiveLine
 from engine.tasks.base import Prediction
 
 
 @torch.no_grad()
 def predict(
-    model: nn.Module,
-    preprocess: Preprocessor,
+    model: Any,  # an nn.Module with mmdet's `predict`
+    preprocess: Preprocess,
     precision: Precision,
     dataset: Any,
     *,
@@ -28,7 +27,7 @@ def predict(
     workers: int,
     as_numbers: Callable[[Any], Prediction],
 ) -> list[Prediction]:
-    """This rank's share of the predictions: what `as_numbers` makes of the model's output for each image."""
+    """This rank's share of the predictions: the model's output for each image, converted by `as_numbers`."""
     loader = evaluation_loader(
         dataset, rank=distributed.rank(), world=distributed.world_size(), batch=batch, workers=workers
     )
@@ -38,13 +37,12 @@ def predict(
     device = distributed.device()
     was_training = model.training
     model.eval()
-    predictions = []
+    predictions: list[Prediction] = []
     for data in readable(loader):
         images, samples = preprocess(data, training=False)
         with precision.autocast(device):
             outputs = model.predict(images, samples)
-        for sample in outputs:
-            predictions.append(as_numbers(sample))
+        predictions += map(as_numbers, outputs)
         line.update()
     line.close()
     model.train(was_training)
@@ -52,7 +50,7 @@ def predict(
 
 
 def gather_predictions(mine: list[Prediction], expected: int) -> list[Prediction] | None:
-    """All predictions by image id on rank 0, each image exactly once; None elsewhere."""
+    """On rank 0 all predictions sorted by image id, each image exactly once; None on the others."""
     shares = distributed.gather_objects(mine)
     if shares is None:
         return None

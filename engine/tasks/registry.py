@@ -1,4 +1,4 @@
-"""The tasks by the names that `data.task` takes."""
+"""The tasks by their names in `data.task`."""
 
 from __future__ import annotations
 

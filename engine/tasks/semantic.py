@@ -23,22 +23,22 @@ class Semantic(MapTask):
 
     def build_data(self) -> tuple[Split, Split, Classes]:
         files = split_files(self.config.data)
-        classes = read_class_table(Path(files["train"].annotations))
+        classes = read_class_table(Path(files["train"].annotation_path))
         dataset = ClassMapImages(self.config.data, files["train"], classes, training=True)
         return Split(dataset=dataset, content={}, files=files["train"]), self.build_split("val", classes), classes
 
     def build_split(self, name: str, classes: Classes) -> Split:
         files = split_files(self.config.data)[name]
-        own = read_class_table(Path(files.annotations))
+        own = read_class_table(Path(files.annotation_path))
         if own.things != classes.things:
-            check_same_classes(classes, own, files.annotations)
+            check_same_classes(classes, own, files.annotation_path)
             raise DataError(f"the classes of {files.annotations} are numbered otherwise than those of the model")
         dataset = ClassMapImages(self.config.data, files, classes, training=False)
         dataset.shown = self.config.run.draw
         return Split(dataset=dataset, content={}, files=files)
 
     def read_classes(self) -> Classes:
-        return read_class_table(Path(split_files(self.config.data)["val"].annotations))
+        return read_class_table(Path(split_files(self.config.data)["val"].annotation_path))
 
     def read_output(self, output: Any, classes: Classes) -> np.ndarray:
         return output.pred_sem_seg.sem_seg[0].cpu().numpy().astype(np.uint8)
@@ -60,7 +60,7 @@ class Semantic(MapTask):
         return np.where(found == IGNORED, 0, found.astype(np.int32) + 1), np.arange(IGNORED)
 
     def result(self, found: np.ndarray, classes: Classes) -> tuple[np.ndarray, list[dict[str, Any]]]:
-        """The PNG with the numbers of the classes, and how much each covers."""
+        """The PNG of class numbers, and the area of each class."""
         numbers = np.array(classes.category_ids, np.uint8)[found]
         segments = [
             dict(category_id=classes.category_ids[label], category=classes.things[label], area=int(area))

@@ -1,4 +1,4 @@
-"""Made-up objects for a step that is only planned: boxes, labels and maps of a fixed number, at the size of the image."""
+"""Made-up data samples for planning a step: a fixed number of boxes, labels and maps at the size of the image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmengine.structures import InstanceData, PixelData  # noqa: E402
 def mmdet_samples(
     things: int, *, micro: int, height: int, width: int, objects: int, masks: bool, maps: bool
 ) -> list[DetDataSample]:
-    """Data samples as the loader gives them, one for each image: always boxes, on request masks and class maps."""
+    """Data samples as the loader gives them, one for each image: boxes, and on request masks and class maps."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for _ in range(micro):
@@ -46,7 +46,7 @@ def mmdet_samples(
 
 
 def random_boxes(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Boxes of a twentieth to a half of the image's sides."""
+    """Boxes whose sides are a twentieth to a half of the image's sides."""
     sides = torch.tensor([width, height], dtype=torch.float32)
     extent = sides * (0.05 + 0.45 * torch.rand(count, 2, generator=generator))
     corner = torch.rand(count, 2, generator=generator) * (sides - extent)
@@ -54,7 +54,7 @@ def random_boxes(count: int, height: int, width: int, generator: torch.Generator
 
 
 def proposals_near(sample: Any, count: int) -> Any:
-    """As many regions as an RPN may propose: every other one on an object, the rest anywhere."""
+    """As many regions as an RPN may propose: every other one near an object, the rest anywhere."""
     height, width = sample.img_shape
     objects = sample.gt_instances.bboxes
     generator = torch.Generator().manual_seed(1)

@@ -1,1 +1,1 @@
-"""A training run: built from its config, looped to its end, evaluated and reported."""
+"""A training run: built from its config, trained, evaluated and reported."""

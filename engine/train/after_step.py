@@ -1,4 +1,4 @@
-"""What is due after an optimizer step: a checkpoint, an evaluation, or stopping early because of a signal."""
+"""What follows an optimizer step: a checkpoint, an evaluation, or an early stop because of a signal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.files import EVALUATIONS
 from engine.modeling.statistics import join_statistics
 from engine.monitoring.records import read_records
 from engine.train.evaluate import evaluate_and_report, plain_model
-from engine.train.run import Run
+from engine.train.run import GOES_ON, Run
 
 
 class Preempted(Exception):
-    """A signal stopped the run; `saved` says whether a checkpoint of its last step is there."""
+    """A signal stopped the run. `saved` says whether there is a checkpoint of its last step."""
 
     def __init__(self, text: str, *, saved: bool) -> None:
         super().__init__(text)
@@ -26,8 +26,8 @@ class Preempted(Exception):
 
 
 def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float]:
-    """What is due after a step: a checkpoint, then an evaluation. A run that resumed there has only the second to do,
-    if it was stopped before that was on record."""
+    """Save a checkpoint and then evaluate, if they are due after this step. A run that `resumed` at this step only
+    evaluates, and only if the evaluation was not recorded before."""
     settings, last = run.config.run, done == run.schedule.steps
     saved = resumed or (due(run, settings.checkpoint_interval, done, last=last) and save(run, done))
     metrics: dict[str, float] = {}
@@ -37,7 +37,7 @@ def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float
         if not metrics:
             metrics = evaluate_and_report(run, plain_model(run), done, last=last)
         if settings.checkpoint_interval != 0 and best(run) == done and (saved or save(run, done)):
-            with contextlib.suppress(OSError):  # a pointer for people; what is best is on record
+            with contextlib.suppress(OSError):  # only a link for people; the records say what is best
                 if distributed.rank() == 0:
                     mark_best(checkpoints_of(run.work_dir), done)
             prune_checkpoints(run.work_dir, keep_last=run.config.run.keep_last, best=best(run))
@@ -45,13 +45,13 @@ def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float
 
 
 def save(run: Run, done: int) -> bool:
-    """Write a checkpoint; where that fails, stop or go on as `run.on_save_error` says."""
+    """Write a checkpoint. If that fails, stop or continue as `run.on_save_error` says."""
     try:
         save_checkpoint(run.state(), run.work_dir, done)
     except SaveError as error:
         if run.config.run.on_save_error == "stop":
             raise
-        say(f"{error}; training goes on (run.on_save_error)")
+        say(f"{error}; {GOES_ON}")
         return False
     prune_checkpoints(run.work_dir, keep_last=run.config.run.keep_last, best=best(run))
     return True
@@ -65,19 +65,16 @@ def leave_early(run: Run, done: int) -> None:
         )
     save_checkpoint(run.state(), run.work_dir, done)
     raise Preempted(
-        f"stopped by a signal after step {done}, saved in {checkpoints_of(run.work_dir)}: go on with --resume",
+        f"stopped by a signal after step {done}, saved in {checkpoints_of(run.work_dir)}: continue with --resume",
         saved=True,
     )
 
 
 def best(run: Run) -> int | None:
-    """The step of the best evaluation on record."""
+    """The step of the best recorded evaluation."""
     with distributed.together():
-        step = (
-            best_step(read_records(run.work_dir / EVALUATIONS), run.config.run.keep_best)
-            if distributed.rank() == 0
-            else None
-        )
+        records = read_records(run.work_dir / EVALUATIONS) if distributed.rank() == 0 else []
+        step = best_step(records, run.config.run.keep_best)
     return distributed.broadcast_object(step)
 
 
@@ -88,7 +85,7 @@ def recorded_metrics(run: Run, done: int) -> dict[str, float]:
 
 
 def due(run: Run, interval: float | None, done: int, *, last: bool) -> bool:
-    """Whether something with an interval in epochs comes after this step: never at 0, and always after the last one."""
+    """Whether something with this interval in epochs follows this step: never if it is 0, else also after the last."""
     if interval == 0:
         return False
     if last or interval is None:

@@ -1,4 +1,4 @@
-"""A run from its config: data, model, optimizer, DeepSpeed's engine, and where it begins."""
+"""Build a run from its config: data, model, optimizer, DeepSpeed's engine, and its first step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from engine.zero.whole_parameters import keep_whole
 
 
 def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
-    """Build everything, at step 0 or at a checkpoint's; any UserError is raised alike on all ranks."""
+    """Build everything, at step 0 or at a checkpoint's step. A UserError of one rank is raised on all ranks."""
     import_deepspeed()
     with distributed.together():
         plan = solve_batch(config.deepspeed, distributed.world_size())
@@ -100,11 +100,11 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
 
 
 def resolve(config: RunConfig, plan: BatchPlan, work_dir: Path) -> RunConfig:
-    """The config as it runs: the batch triangle solved, and what DeepSpeed would assume in silence written down."""
+    """The config as it runs: with all batch sizes, and with explicit values for DeepSpeed's silent defaults."""
     settings = {
         **config.deepspeed,
         **plan.as_keys(),
-        # DeepSpeed's own default is 1.0; nobody who leaves the key out means that.
+        # DeepSpeed's default is 1.0, which would surprise anyone who leaves the key out.
         "gradient_clipping": config.deepspeed.get("gradient_clipping", 0.0),
         "zero_allow_untested_optimizer": config.deepspeed.get("zero_allow_untested_optimizer", True),
         "zero_force_ds_cpu_optimizer": config.deepspeed.get("zero_force_ds_cpu_optimizer", False),
@@ -130,13 +130,13 @@ def check_supported(config: RunConfig, *, resuming: bool) -> None:
     if config.optimizer.type == "Adagrad" and stage > 0:
         raise ConfigError("DeepSpeed replaces Adagrad under ZeRO by one that knows no schedule: use another optimizer")
     if config.run.eval_interval != 0:
-        coco_backend(config.run.eval_backend)  # not after the first epoch
+        coco_backend(config.run.eval_backend)  # fails now if it is not installed, not after the first epoch
     if config.detector.zero_init and stage != 3:
         raise ConfigError(f"detector.zero_init needs zero_optimization.stage 3, got {stage}")
 
 
 def _compared(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
-    """Tell how the config differs from the checkpoint's. Its weights will come from the checkpoint, not from a file."""
+    """Print how the config differs from the checkpoint's, and drop load_from: the checkpoint has the weights."""
     with distributed.together():
         changed = check_config(checkpoint.meta["config"], config.to_json())
     for line in changed:
@@ -174,7 +174,7 @@ def _say_run(run: Run, model: nn.Module) -> None:
 
 
 def resume_from(run: Run, checkpoint: Checkpoint) -> None:
-    """Restore the checkpoint's values in the run, and its records in the work dir."""
+    """Restore the run's state from a checkpoint, and the records in the work dir."""
     began = time.monotonic()
     total = sum(f.stop - f.start for f in run.layout.held())
     line = LiveLine(total=total, label="resume", interval=max(1, total), enabled=distributed.rank() == 0)

@@ -1,4 +1,4 @@
-"""Score the validation split during a run, over all ranks, and put the result on record."""
+"""Score the validation split during a run, with all ranks, and record the result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.monitoring.records import RecordFile
 from engine.tasks.base import Prediction
 from engine.tasks.predicting import gather_predictions, predict
 from engine.tasks.registry import task_of
-from engine.train.run import Run
+from engine.train.run import GOES_ON, Run
 from engine.zero.whole_parameters import whole_state
 
 
 def plain_model(run: Run) -> nn.Module:
-    """A model that any rank may run alone. Under ZeRO-3 this is a gathered copy: a partitioned one would wait for the
-    others at every layer, and in evaluation ranks see different numbers of images and objects."""
+    """A model that each rank can run alone. Under ZeRO-3 this is a gathered copy: a partitioned model waits for the
+    other ranks at every layer, but in evaluation ranks see different numbers of images and objects."""
     if run.stage != 3:
         return run.engine.module
     detector = run.config.detector.model_copy(update={"zero_init": False})
@@ -54,7 +54,7 @@ def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) ->
             except WriteError as error:
                 if config.run.on_save_error == "stop":
                     raise
-                print(f"{error}; training goes on (run.on_save_error)", flush=True)
+                print(f"{error}; {GOES_ON}", flush=True)
     return distributed.broadcast_object(metrics)
 
 

@@ -1,7 +1,7 @@
-"""What one micro-batch does: preprocess, compute the losses, agree with the other ranks on what goes backward.
+"""The forward pass of one micro-batch: preprocess, compute the losses, and agree with the other ranks on the gradients.
 
-DeepSpeed calls the detector itself, whose `forward` on this instance becomes a `TrainingForward`: parameter names
-stay mmdet's, and everything between the batch and the loss happens inside the engine's forward pass.
+DeepSpeed wraps the detector itself. A `TrainingForward` replaces the detector's `forward`, so that parameters keep
+mmdet's names and everything between the batch and the loss happens inside the engine's forward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
@@ -19,7 +18,7 @@ from engine.zero.complete_gradients import CompleteGradients
 
 @dataclass
 class MicroBatchRecord:
-    """What the loop wants to know of the micro-batch that just went forward."""
+    """What the loop needs to know about the last micro-batch."""
 
     losses: dict[str, float] = field(default_factory=dict)
     finite: bool = True
@@ -28,9 +27,9 @@ class MicroBatchRecord:
 
 
 class TrainingForward:
-    """`model.forward` while training: a batch in, the scalar loss out; `record` tells about the last one."""
+    """`model.forward` while training: takes a batch and returns the scalar loss. `record` describes the last batch."""
 
-    def __init__(self, model: nn.Module, preprocess: Preprocessor, precision: Precision, device: torch.device) -> None:
+    def __init__(self, model: Any, preprocess: Preprocessor, precision: Precision, device: torch.device) -> None:
         self.model, self.preprocess, self.precision, self.device = model, preprocess, precision, device
         self.gradients = CompleteGradients(model)
         self.record = MicroBatchRecord()

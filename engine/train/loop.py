@@ -1,4 +1,4 @@
-"""The training loop: steps, records, and what stops it."""
+"""The training loop: steps, records, and reasons to stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.train.after_step import after_step, leave_early
 from engine.train.build import build_run
 from engine.train.forward import MicroBatchRecord
 from engine.train.report import finish_report
-from engine.train.run import Run
+from engine.train.run import GOES_ON, Run
 from engine.train.work_dir import Resume
 
 
@@ -35,7 +35,7 @@ class Diverged(UserError):
 
 
 def train(config: RunConfig, resume: Resume | None = None) -> dict[str, float]:
-    """Run the schedule to its end; returns the last evaluation's metrics."""
+    """Train to the end of the schedule; returns the metrics of the last evaluation."""
     preemption.watch()
     try:
         return run_schedule(build_run(config, resume))
@@ -94,7 +94,7 @@ def run_schedule(run: Run) -> dict[str, float]:
 
 
 def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool = False) -> MicroBatchRecord:
-    """The gradients of micro-batch k of a step, with random numbers of its own."""
+    """Compute the gradients of micro-batch k of a step, with random numbers that depend on step and k."""
     seed_all(run.config.run.seed, FORWARD, step, k * run.plan.world + distributed.rank())
     loss = run.engine(batch, alarm=alarm)
     run.engine.backward(loss)
@@ -103,20 +103,18 @@ def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool 
 
 
 def second_pass(run: Run, step: int, k: int, batch: dict[str, Any]) -> int:
-    """SAM's second pass over a micro-batch; how many ranks had a loss that was not finite."""
+    """SAM's second pass over a micro-batch; returns the number of ranks with a non-finite loss."""
     return backward(run, step, k, batch).broken_ranks
 
 
 def write_record(run: Run, records: RecordFile, record: dict[str, Any]) -> None:
-    """On rank 0, which alone knows where it fails: the others hear of it with the next step."""
+    """Write the record on rank 0. If that fails, the other ranks learn of it in the next step."""
     try:
         records.write(record)
         write_events(run.engine, record)
     except WriteError as error:
         if run.lost_record is None:
-            say(
-                f"{error}{'; training goes on (run.on_save_error)' if run.config.run.on_save_error == 'continue' else ''}"
-            )
+            say(f"{error}; {GOES_ON}" if run.config.run.on_save_error == "continue" else str(error))
         run.lost_record = str(error)
 
 
@@ -126,7 +124,7 @@ def stop_on_lost_record(run: Run) -> None:
 
 
 class MicroBatches:
-    """This rank's micro-batches, one fetched ahead so that a broken image is known to all ranks before its turn."""
+    """This rank's micro-batches. The next one is fetched early, so that all ranks learn of a broken image in time."""
 
     def __init__(self, run: Run) -> None:
         order = RankMicroBatches(
@@ -135,10 +133,8 @@ class MicroBatches:
         self._iterator: Iterator[Any] = iter(
             training_loader(run.train.dataset, run.config.run.seed, order, workers=run.config.data.workers)
         )
-        self._next = next(self._iterator, None)  # none where a finished run is resumed
-        with distributed.together():
-            if self.next_failed:
-                raise DataError(self._next.reason)
+        self._next: Any = next(self._iterator, None)  # None if a finished run is resumed
+        self.agree(alarms=1)
 
     @property
     def next_failed(self) -> bool:
@@ -149,7 +145,7 @@ class MicroBatches:
         return batch
 
     def agree(self, alarms: int) -> None:
-        """Stop on all ranks where the next batch of any of them cannot be loaded."""
+        """If `alarms` of the ranks could not load their next batch, stop on all ranks."""
         if alarms:
             with distributed.together():
                 if self.next_failed:
@@ -159,12 +155,12 @@ class MicroBatches:
 def step_record(
     run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *, seconds: float
 ) -> tuple[dict[str, Any], bool, bool]:
-    """The record of one optimizer step, losses being means over the micro-batches of all ranks; whether any rank has had
-    a signal to stop; and whether rank 0 could not write the record before."""
-    if run.loss_names is None:  # once: ranks that later lack a part, or have one more, still sum vectors of one length
+    """The record of one optimizer step, with losses averaged over the micro-batches of all ranks; whether any rank
+    received a signal to stop; and whether rank 0 could not write an earlier record."""
+    if run.loss_names is None:  # only once: later all ranks must sum vectors of the same length
         run.loss_names = sorted({name for names in distributed.all_gather_objects(sorted(losses[0])) for name in names})
     names = run.loss_names
-    mean = torch.tensor(
+    values = torch.tensor(
         [
             *(sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names),
             float(preemption.stop_asked()),
@@ -172,7 +168,7 @@ def step_record(
         ],
         dtype=torch.float64,
     )
-    *mean, stop, lost = (distributed.sum_over_ranks(mean) / run.plan.world).tolist()
+    *mean, stop, lost = (distributed.sum_over_ranks(values) / run.plan.world).tolist()
     norm = run.engine.get_global_grad_norm()
     record: dict[str, Any] = {
         "step": step + 1,
@@ -189,13 +185,13 @@ def step_record(
     if isinstance(run.optimizer, AGVMOptimizer):
         modulator = run.optimizer.modulator
         record["mu"] = dict(modulator.mu)
-        if modulator.last_window == step + 1:  # phi belongs to the step that measured it
+        if modulator.last_window == step + 1:  # phi was measured in this step
             record["phi"] = dict(modulator.phi)
     return record, stop > 0, lost > 0
 
 
 def write_events(model_engine: Any, record: dict[str, Any]) -> None:
-    """The record for DeepSpeed's monitors (tensorboard, csv_monitor, wandb), as far as its config switches them on."""
+    """Send the record to DeepSpeed's monitors (tensorboard, csv_monitor, wandb) that the config enables."""
     if model_engine.monitor.enabled:
         events = []
         for key, value in record.items():
@@ -211,6 +207,6 @@ def stop_on_nonfinite(count: int, losses: dict[str, float], batch: dict[str, Any
     with distributed.together():
         if broken:
             raise Diverged(
-                f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} "
-                f"of rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
+                f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} of "
+                f"rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
             )

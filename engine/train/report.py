@@ -1,4 +1,4 @@
-"""What a run leaves for people at its end."""
+"""What a finished run leaves for people to look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a run is made of."""
+"""All parts of a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from engine.tasks.base import Task
 from engine.train.forward import TrainingForward
 from engine.zero.layout import Layout
 
+GOES_ON = "training goes on (run.on_save_error)"  # after the reason why a file could not be written
+
 
 @dataclass(kw_only=True)
 class Run:
-    """Built once, by `engine.train.build.build_run`."""
+    """Built by `engine.train.build.build_run`."""
 
     config: RunConfig
     task: Task
@@ -40,12 +42,12 @@ class Run:
     preprocess: Preprocessor
     precision: Precision
     work_dir: Path
-    layout: Layout  # where master weights and optimizer state live on this rank
+    layout: Layout  # where master weights and optimizer state are on this rank
     ema: ShardEMA | None = None
     sam: SharpnessAware | None = None
     start: int = 0  # optimizer steps done before this process began
     loss_names: list[str] | None = None
-    lost_record: str | None = None  # why a record could not be written, on rank 0
+    lost_record: str | None = None  # on rank 0: why a record could not be written
 
     @property
     def stage(self) -> int:

@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or one to go on in. Which of the two is never guessed."""
+"""The folder of a run: a new one, or the one of a run that is resumed. Which of the two is never guessed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from engine.recipes.load import parse_config
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on: from the newest checkpoint of the work dir, or from the one at `source`."""
+    """Resume from the newest checkpoint of the work dir, or from the one at `source`."""
 
     source: str | None = None
 
 
 def saved_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a checkpoint, to go on with: in the folder that the checkpoint lies in, accumulation by the ranks."""
-    data = find_checkpoint(source, contents=False).meta["config"]  # they are checked when it is opened
+    """The config of a checkpoint, to resume it: without its work dir, which follows from the checkpoint's folder, and
+    without accumulation steps, which follow from the number of ranks."""
+    data = find_checkpoint(source, contents=False).meta["config"]  # the contents are checked when it is opened
     data = {key: value for key, value in data.items() if key != "gradient_accumulation_steps"}
     data["run"] = {**data["run"], "work_dir": None}
     for override in overrides:
@@ -39,7 +40,7 @@ def saved_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, and the checkpoint to go on from. All ranks together."""
+    """The run's folder, and the checkpoint to resume from. All ranks call this together."""
     if resume is None:
         path = _default(config)
         _refuse_used(path)
@@ -67,7 +68,7 @@ def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Check
 
 
 def check_new_work_dir(config: RunConfig) -> Path:
-    """Where a new run would write; what `open_work_dir` would refuse is refused, and nothing is made."""
+    """Where a new run would write. Refuses what `open_work_dir` would refuse, and creates nothing."""
     path = _default(config)
     _refuse_used(path)
     above = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -88,14 +89,14 @@ def _candidates(name: str) -> str:
 
 
 def _refuse_used(path: Path) -> None:
-    """A folder that is not empty; what a start that failed before its first step leaves is nothing to lose."""
+    """Refuse a folder that is not empty, except for what a run leaves that failed before its first step."""
     records = path / METRICS
     left = {records.name, CONFIG} if records.is_file() and not records.stat().st_size else set()
     used = path.is_dir() and any(entry.name not in left for entry in path.iterdir())
     if distributed.broadcast_object(used):
         what = "already holds a run" if records.exists() or checkpoints_of(path).exists() else "is not empty"
         raise ConfigError(
-            f"work dir {path} {what}: go on with it by --resume, or start afresh in another with --work-dir"
+            f"work dir {path} {what}: continue it with --resume, or start a new run in another with --work-dir"
         )
 
 

@@ -51,7 +51,7 @@ ONE_PROCESS = {
         },
     ),
     "used work dir": (
-        "used already holds a run: go on with it by --resume, or start afresh",
+        "used already holds a run: continue it with --resume, or start a new run",
         {"run": {"work_dir": "{folder}/used"}},
     ),
     "unknown detector": (

@@ -72,7 +72,7 @@ CASES = {
         2,
         {"optimizer": {**AGVM, "params": {**AGVM["params"], "tau": 7}}, "run": {"work_dir": "{folder}/used"}},
         2,
-        "it would stop: work dir .*used already holds a run: go on with it by --resume",
+        "it would stop: work dir .*used already holds a run: continue it with --resume",
         [
             r"later +AGVM's first window is step 7 \(tau 7, after start_step 0\) but the run has 3 steps",
             r"shards +ZeRO-0: all of it on every rank",

@@ -80,7 +80,7 @@ def test_a_signal_saves_and_exits_with_its_own_code(stopped):
     work, code, output = stopped
     steps = steps_on_record(work)
     assert code == 75, output
-    assert f"stopped by a signal after step {steps}, saved in {work / 'checkpoints'}: go on with --resume" in output
+    assert f"stopped by a signal after step {steps}, saved in {work / 'checkpoints'}: continue with --resume" in output
     assert find_checkpoint(work).step == steps
     assert "Traceback" not in output
 
@@ -88,7 +88,7 @@ def test_a_signal_saves_and_exits_with_its_own_code(stopped):
 def test_a_used_work_dir_is_refused_with_the_two_choices(stopped, folder):
     refused = Script(LAUNCH / "train.py", "--config", "long.json", "--work-dir", "work", folder=folder)
     assert refused.wait() == 2
-    words = "already holds a run: go on with it by --resume, or start afresh in another with --work-dir"
+    words = "already holds a run: continue it with --resume, or start a new run in another with --work-dir"
     assert words in refused.stderr
 
 
@@ -139,7 +139,7 @@ def test_resume_without_a_run_is_said(folder):
     for command, sentence in (
         (["--resume", "nowhere"], "nowhere does not exist"),
         (["--config", "long.json", "--resume"], "--resume does not say which run"),
-        ([], "--deepspeed_config is needed, or --resume with the folder of a run"),
+        ([], "--deepspeed_config is required, or --resume with the folder of a run"),
     ):
         process = Script(LAUNCH / "train.py", *command, folder=folder)
         assert process.wait() == 2

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from engine.config import solve_batch
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS, REMOVED_KEYS
 from engine.config.load import apply_override, find_config
+from engine.config.schema import ResumePolicy, RunConfig, block_of
 from engine.errors import ConfigError
 from engine.recipes.load import load_config, parse_config
 
@@ -339,6 +341,19 @@ def test_a_key_that_deepspeed_gave_up_is_refused_by_both(key):
     with pytest.raises(DeepSpeedConfigError):
         DeepSpeedConfig({"train_batch_size": 1, key: {}})
     assert refusal({**MINIMAL, key: {}}) == f'DeepSpeed 0.19 no longer has "{key}": remove the key'
+
+
+def undecided(block, path=""):
+    """The fields below a block that have no resume policy, neither their own nor one above them."""
+    for name, field in block.model_fields.items():
+        if "resume" not in (field.json_schema_extra or {}) and (path, name) != ("", "deepspeed"):
+            inner = block_of(field.annotation)
+            yield from [path + name] if inner is None else undecided(inner, f"{path}{name}.")
+
+
+def test_every_field_says_whether_it_may_change_on_resume():
+    assert list(undecided(RunConfig)) == []  # DEEPSPEED_KEYS has the policies of DeepSpeed's keys
+    assert set(DEEPSPEED_KEYS.values()) == set(get_args(ResumePolicy))
 
 
 def test_the_page_on_the_config_is_the_one_the_schema_gives():

@@ -31,7 +31,7 @@ def complete(number, annotation):
     return {"id": number, "area": w * h, "iscrowd": 0, "segmentation": SQUARE, **annotation}
 
 
-# Ids with gaps and out of order: 5 plain, 900 crowd only, 31 nothing, 12 a zero-area box only, 77 two classes and a crowd.
+# Ids with gaps and out of order: 5 plain, 900 crowd only, 31 empty, 12 a box without area, 77 two classes and a crowd.
 IMAGES = [5, 900, 31, 12, 77]
 ANNOTATIONS = [
     box(77, 90),

@@ -22,7 +22,7 @@ def test_an_epoch_has_every_sample_once_and_is_filled_from_its_own_start(size, b
     batches = GlobalBatches(size=size, batch=batch, seed=seed)
     assert batches.steps_per_epoch == math.ceil(size / batch)
     keys = epoch_of(batches, epoch)
-    indices = [key.index for key in keys]
+    indices = [key.image for key in keys]
     assert len(keys) == batches.steps_per_epoch * batch
     assert sorted(indices[:size]) == list(range(size))
     # The fill repeats the epoch's first samples, several times where the batch is larger than the data set.
@@ -77,7 +77,7 @@ def test_grouping_by_aspect_sorts_inside_a_global_batch_and_changes_nothing_else
     grouped = GlobalBatches(size=size, batch=batch, seed=seed, landscape=landscape)
     for step in range(plain.steps_per_epoch):
         assert sorted(grouped[step]) == sorted(plain[step])
-        orientations = [landscape[key.index] for key in grouped[step]]
+        orientations = [landscape[key.image] for key in grouped[step]]
         assert orientations == sorted(orientations)
 
 
@@ -86,9 +86,9 @@ def test_seeds_and_epochs_shuffle_differently(size, batch, one, other):
     assume(one != other)
     first = GlobalBatches(size=size, batch=batch, seed=one)
     orders = [
-        [key.index for key in epoch_of(batches, epoch)][:size]
+        [key.image for key in epoch_of(batches, epoch)][:size]
         for batches in (first, GlobalBatches(size=size, batch=batch, seed=other))
         for epoch in (0, 1)
     ]
     assert len({tuple(order) for order in orders}) == 4  # two of 30! orders do not meet by chance
-    assert [key.index for key in epoch_of(first, 0)][:size] == orders[0]  # and going back finds the same
+    assert [key.image for key in epoch_of(first, 0)][:size] == orders[0]  # and going back finds the same

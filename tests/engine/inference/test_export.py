@@ -93,10 +93,10 @@ def test_a_file_holds_the_runs_weights_and_buffers(runs, stage, tmp_path):
 
 def score(checkpoint: str) -> dict[str, float]:
     from engine.inference.evaluate import evaluate
-    from engine.inference.load import load_detector
+    from engine.inference.load import load_model
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return evaluate(load_detector(checkpoint, None, []), "val", Path(tempfile.mkdtemp(prefix="gigadet-run-")))
+        return evaluate(load_model(checkpoint, None, []), "val", Path(tempfile.mkdtemp(prefix="gigadet-run-")))
 
 
 def scores(checkpoints: list[str]) -> list[dict[str, float]]:

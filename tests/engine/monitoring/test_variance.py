@@ -63,7 +63,7 @@ def test_a_run_that_measures_nothing_until_the_matched_end_is_named(tmp_path, ax
     with pytest.raises(UserError) as caught:
         _plot(Namespace(runs=[run.run for run in runs], matched=[axis], smooth=0.0, out=str(tmp_path / "picture.png")))
     assert str(caught.value) == (
-        f"{runs[1].run} has its first gradient variance at {axis} {first}, behind the end of the shortest run ({end}): "
+        f"{runs[1].run} has its first gradient variance at {axis} {first}, after the end of the shortest run ({end}): "
         f"train it with optimizer.params.start_step=0, or leave the matched {axis}s out"
     )
     assert not (tmp_path / "picture.png").exists()
@@ -126,7 +126,7 @@ def test_a_column_per_group_and_rows_for_each_axis(runs, tmp_path):
 
 def test_a_run_without_measurements_is_refused(tmp_path):
     for more in ("", ', "phi": {"backbone": "nan"}'):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.1, "loss": 1.0%s}\n' % more)
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "epoch": 0.1, "loss": 1.0{more}}}\n')
         with pytest.raises(UserError, match="no gradient variances"):
             read_variances(tmp_path)
 

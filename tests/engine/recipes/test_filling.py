@@ -204,7 +204,8 @@ def test_the_saved_config_repeats_the_run_and_says_its_recipe():
         ),
         (
             "train_batch_size=auto",
-            "recipe \"faster_rcnn_r50_agvm_sgd\" follows train_batch_size, which must be a whole number >= 1: got 'auto'",
+            'recipe "faster_rcnn_r50_agvm_sgd" follows train_batch_size, which must be a whole number >= 1: '
+            "got 'auto'",
         ),
         (
             "train_batch_size=0",
@@ -212,7 +213,8 @@ def test_the_saved_config_repeats_the_run_and_says_its_recipe():
         ),
         (
             "train_batch_size=null",
-            'recipe "faster_rcnn_r50_agvm_sgd" follows train_batch_size, which must be a whole number >= 1: it is not given',
+            'recipe "faster_rcnn_r50_agvm_sgd" follows train_batch_size, which must be a whole number >= 1: '
+            "it is not given",
         ),
         (
             "schedule.power=auto",

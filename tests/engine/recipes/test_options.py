@@ -97,8 +97,8 @@ def test_own_values_are_told_beside_the_recipes():
         "detector.options.backbone.with_cp True  (yours, where the recipe has nothing: the recipe's backbone)",
     ]
     assert told(R50, {"backbone": {"norm_eval": True}}) == [
-        "detector.options.backbone.norm_eval True  (yours, where the recipe has False: batch-norm statistics are trained "
-        "[the authors' code])"
+        "detector.options.backbone.norm_eval True  (yours, where the recipe has False: batch-norm statistics are "
+        "trained [the authors' code])"
     ]
     assert (
         told(R18, {"backbone": {"_delete_": True, "type": "ResNet", "depth": 34}})[0]

@@ -173,11 +173,11 @@ def scored_run():
     from engine import distributed
     from engine.inference.evaluate import evaluate
     from engine.inference.infer import infer
-    from engine.inference.load import load_detector
+    from engine.inference.load import load_model
 
     result = train_tiny(SCORED, curves=True)
     folder = Path(result["folder"])
-    loaded = load_detector(str(folder / "checkpoints" / "step-000003"), None, [])
+    loaded = load_model(str(folder / "checkpoints" / "step-000003"), None, [])
     images = loaded.task.build_split("val", loaded.classes).dataset.listing.folder
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Semantic and panoptic runs: one rank scores as two, checkpoints know things from stuff, maps are written and drawn."""
+"""Semantic and panoptic runs: one rank scores as two, checkpoints tell things from stuff, maps are drawn."""
 
 import contextlib
 import io
@@ -67,10 +67,10 @@ def evaluated(checkpoint, out):
     """What the scripts evaluate and infer do, on this rank's process group."""
     from engine.inference.evaluate import evaluate
     from engine.inference.infer import infer
-    from engine.inference.load import load_detector
+    from engine.inference.load import load_model
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        loaded = load_detector(checkpoint, None, [])
+        loaded = load_model(checkpoint, None, [])
         metrics = evaluate(loaded, "val", Path(out) / "scored")
         images = Path(loaded.config.run.work_dir) / "photos"
         if images.is_dir():
@@ -143,7 +143,7 @@ def test_inference_writes_maps_with_the_data_sets_own_numbers(run):
             areas = {segment[key]: segment["area"] for segment in entry["segments_info"]}
             shown = dict(zip(*(part.tolist() for part in np.unique(numbers, return_counts=True))))
             shown.pop(0, None)
-            assert shown == areas and set(s["category_id"] for s in entry["segments_info"]) <= set(classes.category_ids)
+            assert shown == areas and {s["category_id"] for s in entry["segments_info"]} <= set(classes.category_ids)
     one, two = (out / ranks_used / "found" for ranks_used in ("one", "two"))
     assert (one / f"{task}.json").read_text() == (two / f"{task}.json").read_text()
 
@@ -208,7 +208,7 @@ def gathered_bytes(task):
     gather = report.gather_predictions
     for draw in (5, 0):
 
-        def weigh(mine, expected):
+        def weigh(mine, expected, draw=draw):
             predictions = gather(mine, expected)
             sizes[draw] = len(pickle.dumps(predictions))
             return predictions

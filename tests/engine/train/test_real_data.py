@@ -1,4 +1,4 @@
-"""Real photographs: the BCCD config as it is shipped, cut short, and two images of COCO-panoptic. Skipped where absent."""
+"""Real photographs: the shipped BCCD config with few steps, and two images of COCO-panoptic. Skipped if absent."""
 
 import os
 from pathlib import Path
