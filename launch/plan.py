@@ -90,11 +90,9 @@ def plan_run(options) -> None:
     from models.mmdet_setup import import_mmdet
 
     import_mmdet()
-    from engine.planning import report
-    from engine.planning.calibration import calibrate_from_run
     from engine.planning.plan import Plan
-    from engine.planning.scaling import draw_scaling, scaling_points, scaling_table
-    from engine.planning.time import calibrated, run_time
+    from engine.planning.report import Report, draw_scaling, header, scaling_points, scaling_table
+    from engine.planning.time import calibrate_from_run, calibrated
 
     given = dict(images=options.images, classes=options.classes, objects=options.objects, fixed_size=size)
     if options.calibrate is not None:
@@ -102,23 +100,19 @@ def plan_run(options) -> None:
     plan = Plan(config, options.world_size, **given)
     if options.measured_step is not None:
         hardware = calibrated(plan, hardware, options.measured_step)
-    print(report.header(plan, hardware), flush=True)
-    found = report.choices(plan, hardware)
-    best, own = report.recommended(found), next(choice for choice in found if choice.own)
-    print(
-        f"\n{report.memory_table(found, hardware, best)}\n{report.recommendation(plan, hardware, best)}\n", flush=True
-    )
-    if not own.fits:
-        print(report.misfit_text(plan, hardware, own, best), flush=True)
-    time = run_time(plan, hardware, own.step)
-    print(report.time_text(time, hardware), flush=True)
+    print(header(plan, hardware), flush=True)
+    report = Report(plan, hardware)
+    print(f"\n{report.memory_table()}\n{report.recommendation()}\n", flush=True)
+    if not report.own.fits:
+        print(report.misfit_text(), flush=True)
+    print(report.time_text(), flush=True)
     points = scaling_points(plan, hardware)
     print(f"\n{scaling_table(points)}", flush=True)
     if folder is not None:
         from engine.files import write_json
 
         try:
-            write_json(folder / "plan.json", report.as_json(plan, hardware, found, best, time, points), indent=2)
+            write_json(folder / "plan.json", report.as_json(points), indent=2)
             draw_scaling(points, folder / "scaling.png", f"{config.name} on {hardware.name}")
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None

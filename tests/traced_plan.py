@@ -6,9 +6,10 @@ from collections import Counter
 
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
+from engine.planning.model_facts import ModelFacts, Parameter, window_settings
+from engine.planning.operators import Cost
 from engine.planning.plan import Plan
-from engine.planning.shards import Parameter
-from engine.planning.step_trace import Cost, GradientEvent, StepTrace
+from engine.planning.step_trace import GradientEvent, StepTrace
 from engine.recipes.load import parse_config
 
 CARD = find_hardware("a100-80g", ["efficiency=0.5", "launch=1e-5", "latency=1e-5"])
@@ -29,13 +30,13 @@ def traced_plan(world: int = 8, batch: int = 16, micro: int = 2, **changes) -> P
         }
     )
     plan = Plan(config, world, fixed_size=Size(64, 64))
-    plan.parameters = [Parameter("head.weight", 10**7, "bbox_head", 0)]
+    window = window_settings(config.optimizer.type, config.optimizer.params)
+    plan.model = ModelFacts([Parameter("head.weight", 10**7, "bbox_head", 0)], window=window)
     work = Cost(78 * 10**10, 8, "float32")
     for recompute in (False, True):
         plan._traces[plan.sizes.mean, recompute, micro] = StepTrace(
             2,
-            64,
-            64,
+            Size(64, 64),
             0,
             0,
             [GradientEvent(0, 4 * 10**7, 0)],

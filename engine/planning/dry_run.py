@@ -1,15 +1,16 @@
 """A run built as one rank of many, without the others, a GPU or memory: what it would be, and whether it would start.
 
 The checks are those of `engine/train/build.py`, in its order. What cannot be known because a check failed (the classes of
-annotations that are not there) is taken from the data set that the configs are written for, and said; so the first
-failure is told together with everything else.
+annotations that are not there) is taken from the data set that the configs are written for, and the output says so; so the
+first failure is printed together with everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -17,39 +18,36 @@ from engine.config import BatchPlan, RunConfig
 from engine.data.order import GlobalBatches
 from engine.data.types import Classes
 from engine.errors import ConfigError, UserError, first_line
-from engine.modeling.build import build_model
+from engine.files import write_json
 from engine.modeling.detector import describe
 from engine.modeling.weights import WeightsError
 from engine.optim.attaching import attach
-from engine.optim.registry import build_optimizer, sums_per_layer
+from engine.optim.registry import build_optimizer
 from engine.optim.schedule import Schedule, build_schedule
-from engine.planning.dry_report import say_layout, say_traffic, write_layout
-from engine.planning.gathers import model_uses
-from engine.planning.norms import synced_norms
-from engine.planning.settings import refuse_sam, window_settings
-from engine.planning.shards import parameters_of, plan_shards
-from engine.planning.traffic import step_traffic
+from engine.planning.known_data import planned_classes
+from engine.planning.model_facts import PlannedShards, model_facts, plan_shards, refuse_sam
+from engine.planning.step_trace import build_empty_model
+from engine.planning.traffic import Collective, sent_bytes, step_traffic
 from engine.tasks.registry import task_of
 from engine.train.build import check_supported, resolve
 from engine.train.work_dir import check_new_work_dir
 from engine.zero.engine import initialise_engine, read_layout
 from engine.zero.fake_ranks import fake_ranks, on_meta, pretend_offloading
 from engine.zero.processes import import_deepspeed
-from engine.zero.settings import check_deepspeed, communication_settings, offload_device
+from engine.zero.settings import CommunicationSettings, check_deepspeed, communication_settings, offload_device
 
 T = TypeVar("T")
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_HOLDS = (
+    "all of it on every rank",
+    "optimizer state",
+    "optimizer state and gradients",
+    "weights, gradients and optimizer state",
+)
 
 
 class NotKnown(UserError):
-    """Something could not be checked, so that nobody can say that the run would start."""
-
-
-class Verdict(NamedTuple):
-    """What would stop the run, the first thing first, and what could not be checked."""
-
-    stops: list[str]
-    unknown: list[str]
+    """Something could not be checked, so nobody can say whether the run would start."""
 
 
 class Failures:
@@ -68,8 +66,8 @@ class Failures:
             return None
 
 
-def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None) -> Verdict:
-    """Print what the run would be, and write which rank holds how much of every module where a file is given."""
+def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None) -> tuple[list[str], list[str]]:
+    """Print what the run would be. Return what would stop it, the first thing first, and what could not be checked."""
     first, then = Failures(), Failures()
     first.attempt(check_supported, config, resuming=False)
     work_dir = then.attempt(check_new_work_dir, config)
@@ -81,30 +79,26 @@ def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None)
         flush=True,
     )
     with fake_ranks(plan.world), on_meta():
-        first.attempt(check_deepspeed, config.deepspeed)  # which wants to know the number of ranks
-        model = then.attempt(_model, config, classes)
+        first.attempt(check_deepspeed, config.deepspeed)  # inside, because it asks for the number of ranks
+        model = then.attempt(build_empty_model, config, classes)
         then.attempt(_check_weights, config)
         if model is not None:
             _build(config, plan, model, images, then, layout_file)
-    return Verdict(first.reasons + then.reasons, then.unknown)
+    return first.reasons + then.reasons, then.unknown
 
 
 def _data(config: RunConfig, failures: Failures) -> tuple[Classes, int]:
-    built = failures.attempt(task_of(config).build_data)
+    task = task_of(config)
+    built = failures.attempt(task.build_data)
     if built is not None:
         train, val, classes = built
-        print(
-            f"data    {len(train.dataset)} training and {len(val.dataset)} validation images, {len(classes.all)} classes"
-        )
+        counts = f"{len(train.dataset)} training and {len(val.dataset)} validation images"
+        print(f"data    {counts}, {len(classes.all)} classes")
         return classes, len(train.dataset)
-    usual = task_of(config).usual_data
-    print(
-        f"data    not read; as in {usual.source}, {usual.train} training images and {usual.things + usual.stuff} classes "
-        "are assumed"
-    )
-    names = [f"class {k}" for k in range(1, usual.things + usual.stuff + 1)]
-    ids = tuple(range(1, len(names) + 1))
-    return Classes(tuple(names[: usual.things]), tuple(names[usual.things :]), ids), usual.train
+    usual = task.usual_data
+    counts = f"{usual.train} training images and {usual.things + usual.stuff} classes"
+    print(f"data    not read; as in {usual.source}, {counts} are assumed")
+    return planned_classes(usual), usual.train
 
 
 def _check_weights(config: RunConfig) -> None:
@@ -112,12 +106,6 @@ def _check_weights(config: RunConfig) -> None:
     path = config.detector.load_from
     if path is not None and not Path(path).exists():
         raise WeightsError(f"weight file {path} does not exist")
-
-
-def _model(config: RunConfig, classes: Classes) -> nn.Module:
-    # Built whole, for it takes no memory here; partitioned from the start it has the same shards.
-    detector = config.detector.model_copy(update={"zero_init": False, "load_from": None})
-    return build_model(task_of(config.model_copy(update={"detector": detector})), classes, empty=True)
 
 
 def _build(
@@ -133,9 +121,7 @@ def _build(
     if schedule is not None:
         print(f"length  {schedule.steps} steps, {schedule.steps_per_epoch} an epoch, {warmup} of warm-up")
         failures.attempt(_check_windows, optimizer, schedule)
-    # Before DeepSpeed puts its own tensors into the groups.
-    parameters = parameters_of(model, optimizer.param_groups)
-    uses, norms = model_uses(model), synced_norms(model)
+    facts = model_facts(model, optimizer, config)
     try:
         refuse_sam(config)
         settings = communication_settings(config.deepspeed, plan.world, plan.accumulation)
@@ -143,24 +129,27 @@ def _build(
         print(f"traffic not planned: {error}")
         failures.attempt(_initialise, config, model, optimizer, None)
         return
-    layout = plan_shards(parameters, settings.sharding)
-    failures.attempt(_initialise, config, model, optimizer, layout)
-    say_layout(layout, settings)
+    shards = plan_shards(facts.parameters, settings.sharding)
+    failures.attempt(_initialise, config, model, optimizer, shards)
+    _say_shards(shards, settings)
     if layout_file is not None:
-        write_layout(layout, settings, layout_file)
-    window = window_settings(config.optimizer.type, config.optimizer.params)
-    say_traffic(
-        step_traffic(
-            parameters,
-            settings,
-            window=window,
-            uses=uses,
-            norms=norms,
-            layer_numbers=sums_per_layer(config.optimizer.type),
-        ),
-        settings,
-        window,
+        held = dict(holds=_HOLDS[settings.stage], elements=shards.held_elements())
+        write_json(layout_file, dict(stage=settings.stage, world=plan.world, **held))
+        print(f"layout  of {plan.world} ranks written to {layout_file}")
+    if plan.world == 1:
+        print("traffic none on one rank")
+        return
+    traffic = step_traffic(facts, settings)
+    print(
+        "traffic of a plain step (payload of all calls, and what a rank sends in a ring); "
+        f"{settings.communication_dtype} gradients"
     )
+    _say_traffic([c for c in traffic if "window" not in c.when], settings)
+    if facts.window is not None:
+        print(f"traffic that an AGVM window adds ({facts.window.kind})")
+        _say_traffic([c for c in traffic if c.when == "window"], settings)
+        more = sum(c.calls * c.bytes for c in traffic if c.when == "first window")
+        print(f"  the first window sends {byte_text(more)} more to check itself")
 
 
 def _check_windows(optimizer: Any, schedule: Schedule) -> None:
@@ -178,18 +167,18 @@ def _check_windows(optimizer: Any, schedule: Schedule) -> None:
     print(f"AGVM    windows: {windows}, from step {first} on, every {modulator.tau}; estimator {modulator.estimator}")
 
 
-def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: Any) -> None:
-    """DeepSpeed's own engine on this rank, whose shards have to be where they were planned."""
+def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: PlannedShards | None) -> None:
+    """DeepSpeed's own engine on this rank. Its shards must be where they were planned."""
     keys = [key for key in _OFFLOADS if offload_device(config.deepspeed, key) != "none"]
     settings = _without_offloading(config.deepspeed, keys)
     # At stage 0 in half precision DeepSpeed 0.19.8 takes a step with zero gradients, for which data would be needed.
     optimizer.step = lambda closure=None: None
     try:
         engine = initialise_engine(model, optimizer, settings)
-    except RuntimeError as error:  # an option of which DeepSpeed looks at the data
+    except RuntimeError as error:  # an option for which DeepSpeed reads the data of tensors
         raise NotKnown(
-            f"DeepSpeed's engine cannot be built without storage ({first_line(error)}), so neither it nor what comes after "
-            "it was checked: try the run for one step on two ranks"
+            f"DeepSpeed's engine cannot be built without storage ({first_line(error)}), so neither it nor what comes "
+            "after it was checked: try the run for one step on two ranks"
         ) from error
     built = read_layout(engine)
     pretend_offloading(engine, config.deepspeed, keys)
@@ -200,15 +189,15 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: An
             f"DeepSpeed {version} lays out its shards in another way than engine/zero/geometry.py: use deepspeed 0.19.x"
         )
     print(
-        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {version}, as rank {built.rank} of "
-        f"{built.world} on the meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
+        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {version}, as rank {built.rank} of {built.world} on the "
+        f"meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
         f"{'lie as planned' if planned is not None else 'were not planned'}",
         flush=True,
     )
 
 
 def _without_offloading(deepspeed: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """Offloaded state needs real memory; shards lie as without it. What DeepSpeed refuses of it is checked here."""
+    """Offloaded state needs real memory, and shards are the same without it. DeepSpeed's refusals are checked here."""
     zero = dict(deepspeed.get("zero_optimization", {}))
     for key in keys:
         asked = zero.pop(key)
@@ -220,3 +209,40 @@ def _without_offloading(deepspeed: dict[str, Any], keys: list[str]) -> dict[str,
             "optimizer offload)"
         )
     return {**deepspeed, "zero_optimization": zero}
+
+
+def byte_text(count: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _say_shards(shards: PlannedShards, settings: CommunicationSettings) -> None:
+    """In bytes of fp32 elements."""
+    print(
+        f"shards  ZeRO-{settings.stage}: {_HOLDS[settings.stage]}; fp32 bytes {'of' if settings.stage else 'on all of'} "
+        f"{settings.world} ranks, {byte_text(4 * shards.geometry.padding())} of padding in all"
+    )
+    print(f"  {'module':<22}{'in all':>11}{'least':>11}{'mean':>11}{'most':>11}{'empty ranks':>13}")
+    for module, *counts, empty in shards.module_shares():
+        print(f"  {module:<22}" + "".join(f"{byte_text(4 * count):>11}" for count in counts) + f"{empty:>13}")
+
+
+def _say_traffic(collectives: Iterable[Collective], settings: CommunicationSettings) -> None:
+    """Calls, payload and sent bytes of one optimizer step, by purpose and operation."""
+    calls: Counter[tuple[str, str]] = Counter()
+    payload: Counter[tuple[str, str]] = Counter()
+    for c in collectives:
+        times = c.times(settings.accumulation, window=True)
+        calls[c.purpose, c.op] += times
+        payload[c.purpose, c.op] += times * c.bytes
+    print(f"  {'what':<22}{'collective':<16}{'calls':>7}{'payload':>12}{'sent':>12}{'bytes':>16}")
+    sent = {line: sent_bytes(line[1], size, settings.world) for line, size in payload.items()}
+    rows = [
+        (f"{purpose:<22}{op:<16}", calls[purpose, op], sent[purpose, op], size)
+        for (purpose, op), size in payload.items()
+    ]
+    rows.append((f"{'in all':<38}", calls.total(), sum(sent.values()), payload.total()))
+    for name, number, out, size in rows:
+        print(f"  {name}{number:>7}{byte_text(size):>12}{byte_text(out):>12}{size:>16}", flush=True)

@@ -1,9 +1,9 @@
 """What ZeRO-3 gathers in a micro-step: DeepSpeed 0.19.8's fetching, prefetching and releasing, without tensors.
 
-Before a module runs, forward or backward, its own parameters are made whole; with the order of modules known from the
-steps before, the next ones are fetched ahead; and after it has run they are let go, unless they are needed again
-within `stage3_max_reuse_distance` elements. So a parameter travels once in a micro-step where the whole way from its
-forward to its backward use is shorter than that, and twice where it is longer.
+Before a module runs, forward or backward, its own parameters are gathered; with the order of modules known from the steps
+before, the next ones are fetched ahead; and after it has run they are released, unless they are needed again within
+`stage3_max_reuse_distance` elements. So a parameter is sent once in a micro-step where the distance from its forward to
+its backward use is shorter than that, and twice where it is longer.
 """
 
 from __future__ import annotations
@@ -11,103 +11,80 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from torch import nn
-
-from engine.modeling.recompute import is_recomputed
-from engine.planning.shards import Parameter
+from engine.planning.model_facts import ModelFacts, Parameter
 from engine.zero.recording import Use
 from engine.zero.settings import CommunicationSettings
 
 
-def model_uses(model: nn.Module) -> list[Use]:
-    """Each module once, in the order of definition, forward and then back; checkpointed blocks forward again.
+def persistent_parameters(parameters: Sequence[Parameter], settings: CommunicationSettings) -> set[int]:
+    """Those that ZeRO-3 keeps whole on every rank: the small ones, until the model's threshold is reached."""
+    kept, total = set(), 0
+    for i, parameter in enumerate(parameters):
+        fits = parameter.numel + total <= settings.model_persistence_threshold
+        if fits and parameter.numel <= settings.persistence_threshold:
+            kept.add(i)
+            total += parameter.numel
+    return kept
 
-    What really runs may differ (a head runs on every level, a branch is skipped): a recorded order is exact.
+
+class Gathers:
+    """DeepSpeed's PartitionedParameterCoordinator with a complete trace, for one micro-step.
+
+    `calls` are the parameters of every all-gather, in order. `forward` and `backward` are the most elements of gathered
+    parameters that are in memory at a time, without persistent ones. A parameter is copied out of the buffer that was
+    received, and that buffer stays until all of its parameters have been asked for: fetched far ahead, weights are in
+    memory twice.
     """
-    places = {id(p): i for i, p in enumerate(model.parameters())}
-    trained = [p.requires_grad for p in model.parameters()]
-    numbers = {module: k for k, module in enumerate(model.modules())}
 
-    def visit(module: nn.Module, *, backward: bool) -> list[Use]:
-        members = tuple(sorted(places[id(p)] for p in module.parameters(recurse=False)))
-        children = [child for child in module.children() if next(child.parameters(), None) is not None]
-        inner = [
-            use for child in (reversed(children) if backward else children) for use in visit(child, backward=backward)
-        ]
-        uses = [Use(numbers[module], members, True), *inner, Use(numbers[module], members, False)]
-        if backward and is_recomputed(module):
-            uses = [*visit(module, backward=False), *uses]
-        return uses
-
-    # Backward ends before the first parameter that is trained: nothing in front of it needs a gradient.
-    first = next((i for i, value in enumerate(trained) if value), len(trained))
-    back = [use for use in visit(model, backward=True) if not use.members or max(use.members) >= first]
-    return [*visit(model, backward=False), *back]
-
-
-def gathered(
-    parameters: Sequence[Parameter],
-    settings: CommunicationSettings,
-    persistent: set[int],
-    uses: Sequence[Use] | None = None,
-) -> list[tuple[int, ...]]:
-    """The parameters of every all-gather of a micro-step, in order."""
-    if uses is None:
-        forward = [Use(i, (i,), fetch) for i in range(len(parameters)) for fetch in (True, False)]
-        back = [Use(i, (i,), fetch) for i in reversed(range(len(parameters))) for fetch in (True, False)]
-        uses = [*forward, *back]
-    return _Coordinator(parameters, settings, persistent, uses).run()
-
-
-class _Coordinator:
-    """DeepSpeed's PartitionedParameterCoordinator with a complete trace."""
-
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        settings: CommunicationSettings,
-        persistent: set[int],
-        uses: Sequence[Use],
-    ) -> None:
-        self.numel = [p.numel for p in parameters]
-        self.settings, self.persistent, self.uses = settings, persistent, uses
-        self.fetches = [use for use in uses if use.fetch]
-        self.whole = set(persistent)
-        # The step at which each parameter is used next, from a step on, and elements passed until a step.
-        self.occurrences: list[list[int]] = [[] for _ in parameters]
+    def __init__(self, model: ModelFacts, settings: CommunicationSettings) -> None:
+        self.numel = [p.numel for p in model.parameters]
+        self.settings, self.persistent = settings, persistent_parameters(model.parameters, settings)
+        fetches = [use for use in model.uses if use.fetch]
+        # The steps at which each parameter is used, and the elements passed until a step.
+        self.occurrences: list[list[int]] = [[] for _ in self.numel]
         self.passed = [0]
-        for step, use in enumerate(self.fetches):
+        for step, use in enumerate(fetches):
             for i in use.members:
                 self.occurrences[i].append(step)
-            self.passed.append(self.passed[-1] + sum(self.numel[i] for i in use.members))
-
-    def run(self) -> list[tuple[int, ...]]:
-        """One micro-step; it begins with everything cut up, for backward lets go of all at its end."""
+            self.passed.append(self.passed[-1] + self._elements(use.members))
+        # Nothing but persistent parameters is whole at the start, because backward ends with releasing all.
+        self.whole = set(self.persistent)
         self.calls: list[tuple[int, ...]] = []
         self.in_flight: dict[int, tuple[int, ...]] = {}
         self.active: dict[int, set[int]] = {}
-        self.available = self.step = 0
+        self.available = self.step = self.held = self.forward = self.backward = 0
         self.fetched_for: dict[int, int] = {}
-        self.queue = deque((i, step) for step, use in enumerate(self.fetches) for i in use.members)
-        for use in self.uses:
-            self._fetch(use) if use.fetch else self._release(use)
-        return self.calls
+        self.queue = deque((i, step) for step, use in enumerate(fetches) for i in use.members)
+        is_forward = True
+        for use in model.uses:
+            if not use.fetch:
+                self._release(use)
+                is_forward &= use.module != model.uses[0].module  # until the whole model has run
+                continue
+            self._fetch(use)
+            if is_forward:
+                self.forward = max(self.forward, self.held)
+            else:
+                self.backward = max(self.backward, self.held)
+
+    def _elements(self, members: Sequence[int]) -> int:
+        return sum(self.numel[i] for i in members)
 
     def _gather(self, members: Sequence[int]) -> None:
         missing = tuple(sorted(i for i in members if i not in self.whole and i not in self.in_flight))
         if missing:
-            self.available += sum(self.numel[i] for i in missing)
+            self.available += self._elements(missing)
+            self.held += self._elements(missing)
             self.calls.append(missing)
             self.in_flight.update(dict.fromkeys(missing, missing))
 
     def _land(self, i: int) -> None:
         if i in self.in_flight:
-            self.whole.update(self.in_flight.pop(i))
-
-    def _let_go(self, i: int) -> None:
-        if i in self.whole and not self.active.get(i):
-            self.whole.discard(i)
-            self.available -= self.numel[i]
+            call = self.in_flight.pop(i)
+            self.held += self._elements([j for j in call if j not in self.whole])
+            self.whole.update(call)
+            if call not in self.in_flight.values():
+                self.held -= self._elements(call)
 
     def _fetch(self, use: Use) -> None:
         self._gather(use.members)
@@ -137,9 +114,12 @@ class _Coordinator:
             self.active.get(i, set()).discard(use.module)
             if i in self.persistent or self.fetched_for.get(i, -1) > self.step or self._soon(i):
                 continue
-            self._let_go(i)
+            if i in self.whole and not self.active.get(i):
+                self.whole.discard(i)
+                self.available -= self.numel[i]
+                self.held -= self.numel[i]
 
     def _soon(self, i: int) -> bool:
-        """Whether a parameter is used again before the reuse distance is passed."""
+        """Whether a parameter is used again within the reuse distance."""
         again = next((step for step in self.occurrences[i] if step >= self.step), None)
         return again is not None and self.passed[again] - self.passed[self.step] < self.settings.max_reuse_distance

@@ -1,8 +1,8 @@
-"""A card and the machine around it in a few numbers, all of which can be changed or measured.
+"""A GPU and its machine as a few numbers. Each can be changed by hand.
 
-Peaks, memory and its bandwidth are the makers' figures for the SXM cards; fp32 on Ampere and later is TF32, as torch computes
-convolutions there. Bandwidths are for one direction. `efficiency` is the share of peak and of memory bandwidth that a
-detector in eager PyTorch reaches: it is the number that a measured step replaces (`--measured-step`, `--calibrate`).
+Peaks, memory and memory bandwidth are the vendor's figures for the SXM cards; fp32 on Ampere and later is TF32, as
+torch computes convolutions there. Bandwidths are for one direction. `efficiency` is the share of peak and of memory bandwidth
+that a detector in eager PyTorch reaches: a measured step replaces it (`--measured-step`, `--calibrate`).
 """
 
 from __future__ import annotations
@@ -52,68 +52,19 @@ class Hardware:
         return min(self.intra_bandwidth, self.inter_bandwidth * self.gpus_per_node)
 
 
+_FIELDS = ("memory", "memory_bandwidth", "float32", "bfloat16", "float16", "intra_bandwidth", "inter_bandwidth")
+_NUMBERS: dict[str, tuple[float, ...]] = {
+    "a100-80g": (80e9, 2.039e12, 156e12, 312e12, 312e12, 240e9, 25e9),
+    "a100-40g": (40e9, 1.555e12, 156e12, 312e12, 312e12, 240e9, 25e9),
+    "h100-80g": (80e9, 3.35e12, 494e12, 989e12, 989e12, 360e9, 50e9),
+    "v100-32g": (32e9, 0.9e12, 15.7e12, 15.7e12, 125e12, 120e9, 12.5e9),  # without bf16: it is computed in fp32
+    # One core of a server CPU without bf16 arithmetic, as one rank: for plans of tests and demos.
+    "cpu-core": (12e9, 10e9, 60e9, 20e9, 20e9, 1.5e9, 1e9),
+}
+_CPU: dict[str, Any] = dict(reserved=1.0e9, launch=2e-5, gpus_per_node=64, latency=2e-4, host_bandwidth=10e9, disk=2e8)
 CARDS = {
-    card.name: card
-    for card in (
-        Hardware(
-            name="a100-80g",
-            memory=80e9,
-            float32=156e12,
-            bfloat16=312e12,
-            float16=312e12,
-            memory_bandwidth=2.039e12,
-            intra_bandwidth=240e9,
-            inter_bandwidth=25e9,
-        ),
-        Hardware(
-            name="a100-40g",
-            memory=40e9,
-            float32=156e12,
-            bfloat16=312e12,
-            float16=312e12,
-            memory_bandwidth=1.555e12,
-            intra_bandwidth=240e9,
-            inter_bandwidth=25e9,
-        ),
-        Hardware(
-            name="h100-80g",
-            memory=80e9,
-            float32=494e12,
-            bfloat16=989e12,
-            float16=989e12,
-            memory_bandwidth=3.35e12,
-            intra_bandwidth=360e9,
-            inter_bandwidth=50e9,
-        ),
-        # No bf16 arithmetic: it is computed in fp32.
-        Hardware(
-            name="v100-32g",
-            memory=32e9,
-            float32=15.7e12,
-            bfloat16=15.7e12,
-            float16=125e12,
-            memory_bandwidth=0.9e12,
-            intra_bandwidth=120e9,
-            inter_bandwidth=12.5e9,
-        ),
-        # A core of a server CPU without bf16 arithmetic as one rank: for plans of tests and demos.
-        Hardware(
-            name="cpu-core",
-            memory=12e9,
-            reserved=1.0e9,
-            float32=60e9,
-            bfloat16=20e9,
-            float16=20e9,
-            memory_bandwidth=10e9,
-            launch=2e-5,
-            gpus_per_node=64,
-            intra_bandwidth=1.5e9,
-            inter_bandwidth=1e9,
-            latency=2e-4,
-            host_bandwidth=10e9,
-            disk=2e8,
-        ),
-    )
+    name: Hardware(name=name, **dict(zip(_FIELDS, numbers)), **(_CPU if name == "cpu-core" else {}))
+    for name, numbers in _NUMBERS.items()
 }
 
 
@@ -163,5 +114,6 @@ def _changed(hardware: Hardware, values: dict[str, Any], source: str) -> Hardwar
             raise UserError(f"{source}: {key} must be a positive number, got {value!r}")
         if key == "gpus_per_node" and number != int(number):
             raise UserError(f"{source}: {key} must be a whole number >= 1, got {value!r}")
-        hardware = replace(hardware, **{key: int(number) if key == "gpus_per_node" else number})
+        changed: Any = int(number) if key == "gpus_per_node" else number
+        hardware = replace(hardware, **{key: changed})
     return hardware

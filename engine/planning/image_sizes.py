@@ -1,6 +1,6 @@
 """How large micro-batches are: sizes of images after resizing, padded to the largest of a micro-batch.
 
-Ranks wait for each other, so a step takes as long as the rank with the most pixels: its expected size is drawn here too.
+Ranks wait for each other, so a step takes as long as the rank with the most pixels: its size is drawn here too.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ class Size(NamedTuple):
     def pixels(self) -> int:
         return self.height * self.width
 
+    @classmethod
+    def padded(cls, height: float, width: float) -> Size:
+        return cls(*_padded(np.array([height, width])).tolist())
+
 
 class ImageSizes:
-    """Padded sizes of micro-batches, drawn once with a fixed seed."""
+    """Padded sizes of micro-batches, drawn once with a fixed seed.
+
+    `largest` is the size that must fit: one image of the longest side each way, unless all images of a micro-batch have
+    the same orientation.
+    """
 
     def __init__(self, data: DataConfig, micro: int, *, fixed: Size | None = None) -> None:
         random = np.random.default_rng(0)
         fixed = fixed or _fixed_size(data)
         if fixed is not None:
-            heights = np.full((_DRAWS, micro), fixed.height)
-            widths = np.full((_DRAWS, micro), fixed.width)
+            heights, widths = (np.full((_DRAWS, micro), side) for side in fixed)
         else:
             aspects = random.choice([a for a, _ in ASPECTS], (_DRAWS, micro), p=[p for _, p in ASPECTS])
             if data.group_by_aspect:
                 aspects = np.where((aspects >= 1) == (aspects[:, :1] >= 1), aspects, 1 / aspects)
             heights, widths = _resized(data, aspects, random)
-        self._largest = fixed or _largest(data, mixed=micro > 1 and not data.group_by_aspect)
+        self.largest = fixed or _largest(data, mixed=micro > 1 and not data.group_by_aspect)
         self.heights, self.widths = _padded(heights.max(1)), _padded(widths.max(1))
         self.pixels = self.heights * self.widths
-        self.images = micro
-
-    @property
-    def largest(self) -> Size:
-        """What has to fit: one image of the longest side each way, unless all images of a micro-batch lie alike."""
-        return self._largest
 
     @property
     def mean(self) -> Size:
@@ -60,8 +61,8 @@ class ImageSizes:
     def slowest(self, world: int) -> float:
         """Expected pixels of a micro-batch on the rank that has the most.
 
-        In every micro-step, also an accumulated one: ranks add up what they found in forward before they go on
-        (engine/train/forward.py), so one that has had a large image does not catch up with a small one later.
+        This holds in every micro-step, also an accumulated one: ranks add up what they found in forward before they
+        continue (engine/train/forward.py), so a rank with a large image does not catch up with a small one later.
         """
         random = np.random.default_rng(1)
         draws = max(8, min(400, 200_000 // world))
@@ -71,19 +72,21 @@ class ImageSizes:
 def _largest(data: DataConfig, *, mixed: bool) -> Size:
     scales = data.train_scales or [data.scale]
     long, short = max(max(scale) for scale in scales), max(min(scale) for scale in scales)
-    return Size(int(_padded(np.array(long if mixed else short))), int(_padded(np.array(long))))
+    return Size.padded(long if mixed else short, long)
 
 
 def _fixed_size(data: DataConfig) -> Size | None:
+    """Of a classifier's images, or of a crop: VariedCrop's `size` is (height, width), mmdet's `crop_size` (width, height)."""
     if data.task == "classification":
         return Size(data.classification.image_size, data.classification.image_size)
     for step in data.augmentation:
-        # Of the others only a share of the image or a range is known: without a crop is as large as they can be.
-        if step.get("crop_type", "absolute") != "absolute":
+        # Other crops are a share of the image or drawn from a range: they are counted as if nothing were cropped.
+        if "Crop" not in str(step.get("type")) or step.get("crop_type", "absolute") != "absolute":
             continue
-        if "Crop" in str(step.get("type")) and isinstance(step.get("size", step.get("crop_size")), (list, tuple)):
-            height, width = step.get("size", step.get("crop_size"))[::-1]
-            return Size(int(_padded(np.array(height))), int(_padded(np.array(width))))
+        if isinstance(step.get("size"), (list, tuple)):
+            return Size.padded(*step["size"])
+        if isinstance(step.get("crop_size"), (list, tuple)):
+            return Size.padded(*reversed(step["crop_size"]))
     return None
 
 
@@ -110,5 +113,4 @@ def parse_size(text: str | None) -> Size | None:
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 16 for part in parts):
         raise UserError(f"--image-size is WIDTHxHEIGHT in pixels, at least 16 each, such as 1333x800, got {text!r}")
-    width, height = (int(_padded(np.array(int(part)))) for part in parts)
-    return Size(height, width)
+    return Size.padded(int(parts[1]), int(parts[0]))

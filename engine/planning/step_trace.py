@@ -1,9 +1,10 @@
 """One micro-step of the real model on shapes: what is alive when, and how much is computed.
 
-The images are fake tensors, the ground truth is real. So the detector's own `loss` runs as it stands: anchors, targets and
-sampling are computed, and every tensor that comes of a pixel is a shape. Two things that would need pixel values are put
-in their place: the proposals of an RPN (as many as its config allows, half of them on objects, so that samplers find as many
-positives as they want: the most that a step can need) and the boxes that a cascade hands to its next stage (unchanged).
+Parameters and images are fake tensors, the ground truth is real. So the detector's own `loss` runs unchanged: anchors,
+targets and sampling are computed, and every tensor that is computed from a pixel is only a shape. Two things that would
+need pixel values are replaced: the proposals of an RPN (as many as its config allows, half of them on objects, so that
+samplers find as many positives as they want: the most that a step can need) and the boxes that a cascade hands to its next
+stage (unchanged).
 """
 
 from __future__ import annotations
@@ -15,38 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from engine.config import RunConfig
 from engine.data.types import Classes
 from engine.errors import UserError, first_line
+from engine.modeling.build import build_model
 from engine.modeling.precision import Precision
-from engine.planning.live_bytes import LiveBytes
-from engine.planning.operator_cost import operator_cost
-from engine.planning.shape_model import DEVICE, build_shape_model
+from engine.planning.image_sizes import Size
+from engine.planning.operators import Cost, LiveBytes, count_bytes, operator_cost
 from engine.tasks.registry import task_of
-from engine.tasks.stand_ins import proposals_near
+from engine.tasks.stand_ins import InstanceData, proposals_near
 
-_INDEXING = (
-    torch.ops.aten.index,
-    torch.ops.aten.index_put,
-    torch.ops.aten.index_put_,
-    torch.ops.aten._unsafe_index_put,
-    torch.ops.aten._index_put_impl_,
-)
-
-
-_NAMES = {"allreduce_": "all_reduce"}  # what batch norm over all ranks calls
-
-Sent = tuple[str, int]  # an operation and its payload in bytes
-
-
-class Cost(NamedTuple):
-    """Of one operator: floating-point operations, bytes it reads and writes, and the type it computes in."""
-
-    flops: int
-    bytes: int
-    dtype: str
+DEVICE = torch.device("cpu")  # of fake tensors: they have no memory, but operators ask where they are
+_INDEXING = ("index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
+_COLLECTIVES = {"allreduce_": "all_reduce"}  # what batch norm over all ranks calls
 
 
 class GradientEvent(NamedTuple):
@@ -62,15 +47,15 @@ class StepTrace:
     """A micro-step. Bytes are without parameters, buffers and the gradients of parameters that are ready."""
 
     micro: int
-    height: int
-    width: int
+    size: Size
     kept: int  # alive when forward ends: what is kept for backward
     forward_peak: int
     gradients: list[GradientEvent]
     backward_tail: int  # the peak after the last gradient
     forward: Counter[Cost]
     backward: Counter[Cost]
-    collectives: Counter[Sent]  # of the model itself: statistics of batch norms over all ranks
+    # (operation, payload bytes) of the model itself: statistics of batch norms over all ranks
+    collectives: Counter[tuple[str, int]]
 
     @property
     def peak(self) -> int:
@@ -87,6 +72,37 @@ class StepTrace:
         return sum(cost.flops * count for cost, count in self.backward.items())
 
 
+class _NumbersStayReal(TorchFunctionMode):
+    """Swin and others take their stochastic depth from a linspace and read its values while they are built."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if function is torch.linspace else {})})
+
+
+def build_empty_model(config: RunConfig, classes: Classes) -> nn.Module:
+    """The model of a run without weights, and whole: partitioned from the start it has the same shards."""
+    detector = config.detector.model_copy(update={"load_from": None, "zero_init": False})
+    return build_model(task_of(config.model_copy(update={"detector": detector})), classes, empty=True)
+
+
+def build_shape_model(config: RunConfig, classes: Classes) -> nn.Module:
+    """The model of a run, cast to its type, with fake tensors as parameters. Real tensors may be mixed in."""
+    with torch.device("meta"), _NumbersStayReal():
+        model = build_empty_model(config, classes)
+    model.to(Precision.of(config.deepspeed).dtype)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, nn.Parameter] = {}  # a shared parameter stays one
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = nn.Parameter(FakeTensor(mode, parameter.data, DEVICE), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), fake)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[name] = FakeTensor(mode, buffer, DEVICE)
+    return model
+
+
 class _Shapes(LiveBytes):
     """Follows live bytes, counts costs, and lets a real mask pick from a fake tensor."""
 
@@ -94,16 +110,16 @@ class _Shapes(LiveBytes):
         super().__init__(ignored=[*model.parameters(), *model.buffers()])
         self.mode = mode
         self.costs: Counter[Cost] = Counter()
-        self.collectives: Counter[Sent] = Counter()
+        self.collectives: Counter[tuple[str, int]] = Counter()
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if function.overloadpacket in _INDEXING and isinstance(args[0], FakeTensor):
-            # How many a mask picks is known where the mask is real, and a shape where it is given as numbers.
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and name in _INDEXING and isinstance(args[0], FakeTensor):
+            # How many elements a mask picks is known where the mask is real: as numbers it gives a shape.
             args = (args[0], _as_numbers(args[1]), *args[2:])
-        leaves = tree_leaves((args, kwargs))
         if function.namespace == "c10d":
-            self.collectives[_NAMES[function.overloadpacket.__name__], _bytes(args[0])] += 1
-        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            self.collectives[_COLLECTIVES[name], count_bytes(args[0])] += 1
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             # Straight to the mode: entering it for every operator, as a fake tensor does, takes a third of the time.
             result = self.mode.dispatch(function, (), args, kwargs)
         else:
@@ -111,16 +127,12 @@ class _Shapes(LiveBytes):
         if function.namespace in ("aten", "torchvision"):
             cost = operator_cost(function, args, kwargs, result)
             if cost is not None:
-                self.costs[Cost(*cost)] += 1
+                self.costs[cost] += 1
         return result
 
     def take_costs(self) -> Counter[Cost]:
         costs, self.costs = self.costs, Counter()
         return costs
-
-
-def _bytes(value: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
 def _as_numbers(indices: Any) -> list[Any]:
@@ -132,29 +144,14 @@ def _as_numbers(indices: Any) -> list[Any]:
 
 
 def trace_step(
-    config: RunConfig, classes: Classes, *, micro: int, height: int, width: int, objects: int = 7
+    model: Any, config: RunConfig, classes: Classes, *, micro: int, size: Size, objects: int = 7
 ) -> StepTrace:
-    """Trace a micro-batch of `micro` images of one size with `objects` objects each."""
-    model, mode = build_shape_model(config, classes)
-    return trace_model(model, mode, config, classes, micro=micro, height=height, width=width, objects=objects)
-
-
-def trace_model(
-    model: nn.Module,
-    mode: FakeTensorMode,
-    config: RunConfig,
-    classes: Classes,
-    *,
-    micro: int,
-    height: int,
-    width: int,
-    objects: int = 7,
-) -> StepTrace:
-    precision = Precision.of(config.deepspeed)
-    samples = task_of(config).stand_ins(classes, micro=micro, height=height, width=width, objects=objects)
+    """Trace `build_shape_model`'s model on `micro` images of one size with `objects` objects each."""
+    precision, parameters = Precision.of(config.deepspeed), list(model.parameters())
+    mode = parameters[0].fake_mode
+    samples = task_of(config).stand_ins(classes, micro=micro, height=size.height, width=size.width, objects=objects)
     _replace_what_needs_pixels(model, samples)
-    images = FakeTensor(mode, torch.empty(micro, 3, height, width, dtype=precision.dtype, device="meta"), DEVICE)
-    parameters = list(model.parameters())
+    images = FakeTensor(mode, torch.empty(micro, 3, *size, dtype=precision.dtype, device="meta"), DEVICE)
     events: list[GradientEvent] = []
     with _Shapes(model, mode) as live:
         handles = [
@@ -176,29 +173,22 @@ def trace_model(
         tail, backward = live.restart_peak(), live.take_costs()
         for handle in handles:
             handle.remove()
-    return StepTrace(micro, height, width, kept, forward_peak, events, tail, forward, backward, live.collectives)
+    return StepTrace(micro, size, kept, forward_peak, events, tail, forward, backward, live.collectives)
 
 
 def _gradient_event(live: LiveBytes, events: list[GradientEvent], place: int) -> Any:
     def hook(parameter: Tensor) -> None:
-        size = parameter.grad.numel() * parameter.grad.element_size()
-        events.append(GradientEvent(place, size, live.restart_peak()))
-        parameter.grad = None  # where it stays is the ZeRO stage's business
+        events.append(GradientEvent(place, count_bytes(parameter.grad), live.restart_peak()))
+        parameter.grad = None  # where it stays depends on the ZeRO stage
         live.restart_peak()
 
     return hook
 
 
-def _replace_what_needs_pixels(model: nn.Module, samples: list[Any]) -> None:
+def _replace_what_needs_pixels(model: Any, samples: list[Any]) -> None:
     rpn = getattr(model, "rpn_head", None)
     if rpn is not None:
         rpn.predict_by_feat = lambda *maps, cfg, **_: [proposals_near(s, int(cfg.max_per_img)) for s in samples]
     for module in model.modules():
         if hasattr(module, "refine_bboxes"):
-            module.refine_bboxes = _same_boxes
-
-
-def _same_boxes(sampled: list[Any], *_: Any) -> list[Any]:
-    from mmengine.structures import InstanceData
-
-    return [InstanceData(bboxes=sample.priors) for sample in sampled]
+            module.refine_bboxes = lambda sampled, *_: [InstanceData(bboxes=sample.priors) for sample in sampled]

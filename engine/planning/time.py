@@ -1,34 +1,38 @@
-"""Seconds of a step, and hours of a run.
+"""Seconds of a step, hours of a run, and the efficiency of a card from a measured step.
 
 Compute: every operator of the traced step takes the longest of its arithmetic, its memory traffic and a launch, at the
-card's achievable share. Ranks wait for the one with the most pixels. Communication: every collective of
+share of the card's peaks that is reached. Ranks wait for the one with the most pixels. Communication: every collective of
 `engine/planning/traffic.py` in a ring over the slowest link, plus a latency that grows with the logarithm of the ranks;
-what DeepSpeed overlaps with backward counts where it is longer than that. Loading of images and the start of the processes
-are not in it.
+what DeepSpeed overlaps with backward counts only where it takes longer than backward. Loading of images and the start of
+the processes are not included.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from engine.config.batch import KEYS
 from engine.errors import UserError
+from engine.files import CONFIG, METRICS
+from engine.monitoring.records import read_records
 from engine.planning.hardware import Hardware
 from engine.planning.memory import OFFLOADS
-from engine.planning.settings import window_settings
-from engine.planning.step_trace import Cost, StepTrace
-from engine.planning.traffic import Collective, sent_bytes
+from engine.planning.operators import Cost
+from engine.planning.plan import Plan, Way
+from engine.planning.traffic import Collective, sent_bytes, step_sent
+from engine.recipes.load import load_config
 from engine.zero.geometry import BYTES
 
-if TYPE_CHECKING:
-    from engine.planning.plan import Plan
+_FIRST = 5  # steps in which libraries are loaded and kernels are chosen
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of an optimizer step. Communication is what is not hidden behind compute."""
 
     forward: float
@@ -43,24 +47,14 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return (
-            self.forward
-            + self.backward
-            + self.gradients
-            + self.weights
-            + self.statistics
-            + self.other
-            + self.optimizer
-            + self.window
-        )
+        return sum(self[:-1])
 
     @property
     def communication(self) -> float:
         return self.gradients + self.weights + self.statistics + self.other
 
 
-@dataclass(frozen=True)
-class RunTime:
+class RunTime(NamedTuple):
     step: StepTime
     steps: int
     evaluation: float | None  # seconds in all; None where the number of validation images is not known
@@ -79,13 +73,9 @@ class RunTime:
 
 def compute_seconds(costs: Counter[Cost], hardware: Hardware) -> float:
     share = hardware.efficiency
+    bandwidth = share * hardware.memory_bandwidth
     return sum(
-        count
-        * max(
-            hardware.launch,
-            cost.flops / (share * hardware.peak(cost.dtype)),
-            cost.bytes / (share * hardware.memory_bandwidth),
-        )
+        count * max(hardware.launch, cost.flops / (share * hardware.peak(cost.dtype)), cost.bytes / bandwidth)
         for cost, count in costs.items()
     )
 
@@ -96,81 +86,64 @@ def collective_seconds(op: str, payload: int, world: int, hardware: Hardware) ->
     return hardware.latency * math.log2(world) + sent_bytes(op, payload, world) / hardware.bus(world)
 
 
-def _at_pixels(small: StepTrace, large: StepTrace, pixels: float, hardware: Hardware) -> tuple[float, float]:
-    """Forward and backward of a micro-batch, on the line through two traced sizes."""
+def _compute(plan: Plan, hardware: Hardware, recompute: bool) -> tuple[float, float]:
+    """Forward and backward of a micro-batch on the slowest rank, on the line through two traced sizes."""
+    small, large = plan.trace(plan.sizes.mean), plan.trace(plan.sizes.largest)
     ends = [[compute_seconds(costs, hardware) for costs in (trace.forward, trace.backward)] for trace in (small, large)]
-    apart = large.height * large.width - small.height * small.width
-    share = (pixels - small.height * small.width) / apart if apart else 0.0
+    apart = large.size.pixels - small.size.pixels
+    share = (plan.sizes.slowest(plan.world) - small.size.pixels) / apart if apart else 0.0
     forward, backward = (first + share * (second - first) for first, second in zip(*ends))
+    if recompute != plan.way.recompute:
+        # Only the largest size is traced both ways: the ratio there holds for the others.
+        other = plan.trace(plan.sizes.largest, recompute=recompute)
+        backward *= compute_seconds(other.backward, hardware) / ends[1][1]
     return forward, backward
 
 
-def step_time(
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    stage: int | None = None,
-    recompute: bool | None = None,
-    offload: str | None = None,
-) -> StepTime:
-    settings = plan.settings(stage)
-    world, steps = plan.world, plan.batch.accumulation
-    small, large = plan.trace(plan.sizes.mean), plan.trace(plan.sizes.largest)
-    pixels = plan.sizes.slowest(world)
-    forward, backward = (steps * seconds for seconds in _at_pixels(small, large, pixels, hardware))
-    if recompute is not None and recompute != plan.recomputed:
-        # Only the largest size is traced both ways: the ratio there holds for the others.
-        other = plan.trace(plan.sizes.largest, recompute=recompute)
-        backward *= compute_seconds(other.backward, hardware) / compute_seconds(large.backward, hardware)
-    kind, params = plan.config.optimizer.type, plan.config.optimizer.params
-    window = window_settings(kind, params)
-    traffic = plan.traffic(settings, [event.parameter for event in large.gradients])
+def step_time(plan: Plan, hardware: Hardware, way: Way | None = None) -> StepTime:
+    """In the config's own way, or in another."""
+    stage, offload, recompute = way or plan.way
+    settings, world, steps = plan.settings(stage), plan.world, plan.batch.accumulation
+    forward, backward = (steps * seconds for seconds in _compute(plan, hardware, recompute))
+    largest = plan.trace(plan.sizes.largest)
+    traffic = plan.traffic(settings, [event.parameter for event in largest.gradients])
 
     def seconds(collectives: Iterable[Collective]) -> float:
         return sum(
-            c.calls * (steps if c.when == "micro-step" else 1) * collective_seconds(c.op, c.bytes, world, hardware)
-            for c in collectives
+            c.times(steps, window=True) * collective_seconds(c.op, c.bytes, world, hardware) for c in collectives
         )
 
     usual = [c for c in traffic if "window" not in c.when]
     gradients = seconds(c for c in usual if c.purpose == "gradients")
     hidden = min(gradients, backward) if settings.overlap_comm and settings.stage >= 2 else 0.0
-    gradients -= hidden
     weights = seconds(c for c in usual if c.purpose == "weights" and c.when == "boundary")
     fetches = [c for c in usual if c.purpose == "weights" and c.when == "micro-step"]
-    # Behind the same backward, what hides gradients hides no weights: both go over the same links.
+    # Gradients and weights use the same links: the time that hides gradients cannot hide weights too.
     free = forward + backward - hidden if settings.prefetch_bucket_size else 0.0
     weights += max(0.0, seconds(fetches) - free)
-    offload = plan.offload if offload is None else offload
     if offload == OFFLOADS[2]:  # this rank's part of every gather comes from the host first, while nothing else is done
-        weights += sum(steps * c.calls * c.bytes for c in fetches) / world / hardware.host_bandwidth
-    statistics = steps * sum(
-        count * collective_seconds(op, size, world, hardware) for (op, size), count in large.collectives.items()
-    )
-    other = seconds(c for c in usual if c.purpose not in ("gradients", "weights"))
-    extra = seconds(c for c in traffic if c.when == "window")
+        weights += sum(c.times(steps) * c.bytes for c in fetches) / world / hardware.host_bandwidth
     return StepTime(
         forward,
         backward,
-        gradients,
+        gradients - hidden,
         weights,
-        statistics,
-        other,
-        _optimizer_seconds(plan, hardware, settings.stage, offload),
-        extra / int(params.get("tau", 10)) if window is not None else 0.0,
-        sum(c.calls * (steps if c.when == "micro-step" else 1) * sent_bytes(c.op, c.bytes, world) for c in usual),
+        steps * sum(n * collective_seconds(*call, world, hardware) for call, n in largest.collectives.items()),
+        seconds(c for c in usual if c.purpose not in ("gradients", "weights")),
+        _optimizer_seconds(plan, hardware, stage, offload),
+        seconds(c for c in traffic if c.when == "window") / int(plan.config.optimizer.params.get("tau", 10)),
+        step_sent(usual, steps, world),
     )
 
 
 def _optimizer_seconds(plan: Plan, hardware: Hardware, stage: int, offload: str) -> float:
     """Reading and writing weights and moments, and reading gradients; over the host's link where they are offloaded."""
-    trained = sum(p.numel for p in plan.parameters if p.trained)
-    share = trained / (plan.world if stage else 1)
-    moments = plan.moments
+    share = plan.model.trained / (plan.world if stage else 1)
+    size = 4 * (3 + 2 * plan.moments)
     if offload == "none":
-        return share * 4 * (3 + 2 * moments) / (hardware.efficiency * hardware.memory_bandwidth)
+        return share * size / (hardware.efficiency * hardware.memory_bandwidth)
     # Gradients down and weights up over the link; the rule itself runs on the host at about its speed.
-    return share * (2 * BYTES[plan.dtype] + 4 * (3 + 2 * moments)) / hardware.host_bandwidth
+    return share * (2 * BYTES[plan.dtype] + size) / hardware.host_bandwidth
 
 
 def run_time(plan: Plan, hardware: Hardware, step: StepTime | None = None) -> RunTime:
@@ -179,16 +152,11 @@ def run_time(plan: Plan, hardware: Hardware, step: StepTime | None = None) -> Ru
     settings, epochs = plan.config.run, plan.steps / plan.steps_per_epoch
     forward = compute_seconds(plan.trace(plan.sizes.mean).forward, hardware) / plan.batch.micro
     evaluations = _occasions(settings.eval_interval, epochs)
-    if evaluations == 0:
-        evaluation = 0.0
-    elif plan.data.val is None:
-        evaluation = None
-    else:
-        evaluation = evaluations * math.ceil(plan.data.val / plan.world) * forward
-    moments = plan.moments
-    total = sum(p.numel for p in plan.parameters)
-    trained = sum(p.numel for p in plan.parameters if p.trained)
-    size = total * BYTES[plan.dtype] + trained * 4 * (1 + moments)
+    evaluation: float | None = 0.0
+    if evaluations:
+        val = plan.data.val
+        evaluation = None if val is None else evaluations * math.ceil(val / plan.world) * forward
+    size = plan.model.total * BYTES[plan.dtype] + plan.model.trained * 4 * (1 + plan.moments)
     checkpoints = _occasions(settings.checkpoint_interval, epochs) * size / hardware.disk
     return RunTime(step, plan.steps, evaluation, checkpoints, plan.batch.total / step.total, plan.world)
 
@@ -201,7 +169,7 @@ def _occasions(interval: float | None, epochs: float) -> int:
 
 
 def calibrated(plan: Plan, hardware: Hardware, measured: float) -> Hardware:
-    """The hardware whose achievable share makes the planned step take as long as a measured one."""
+    """The hardware whose efficiency makes the planned step take as long as a measured one."""
     if not 0 < measured < float("inf"):
         raise UserError(f"a measured step must take more than 0 seconds, got {measured:g}")
     low, high = 1e-4, 1.5
@@ -218,3 +186,21 @@ def calibrated(plan: Plan, hardware: Hardware, measured: float) -> Hardware:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if seconds(middle) > measured else (low, middle)
     return replace(hardware, efficiency=math.sqrt(low * high))
+
+
+def calibrate_from_run(folder: str, hardware: Hardware, **given: Any) -> Hardware:
+    """From the median step of a run, its first steps left out, and the config saved with it, whatever is planned now.
+
+    `given` is what `Plan` is told of data that is not on this machine.
+    """
+    metrics, config_file = Path(folder) / METRICS, Path(folder) / CONFIG
+    for path in (metrics, config_file):
+        if not path.is_file():
+            raise UserError(f"--calibrate {folder}: there is no {path.name} in it: give the work dir of a run")
+    seconds = [record["seconds"] for record in read_records(metrics) if "seconds" in record]
+    if not seconds:
+        raise UserError(f"--calibrate {folder}: its metrics.jsonl has no step yet: let the run make some steps first")
+    config = load_config(str(config_file))
+    total, micro, accumulation = (config.deepspeed[key] for key in KEYS)
+    plan = Plan(config, total // (micro * accumulation), **given)
+    return calibrated(plan, hardware, statistics.median(seconds[_FIRST:] or seconds))

@@ -37,7 +37,6 @@ class CommunicationSettings:
     clipping: float
     check_overflow: bool
     reduce_bucket_size: int
-    allgather_bucket_size: int
     contiguous_gradients: bool
     reduce_scatter: bool
     multi_rank_allreduce: bool
@@ -57,6 +56,12 @@ class CommunicationSettings:
     def keeps_local(self) -> bool:
         """Whether DeepSpeed keeps the local gradient until the boundary."""
         return self.stage < 2
+
+    @property
+    def whole_gradient(self) -> bool:
+        """Whether every rank reduces the whole gradient at the boundary: at stage 0, and in BF16_Optimizer, which has
+        none of ZeRO's buckets."""
+        return self.stage == 0 or (self.stage == 1 and self.fp32_accumulation)
 
     @property
     def sharding(self) -> Sharding:
@@ -128,7 +133,6 @@ def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulatio
         clipping=float(deepspeed.get("gradient_clipping", 0.0)),
         check_overflow=half == "float16" or (half == "bfloat16" and bf16.get("check_grad_overflow", True)),
         reduce_bucket_size=int(zero.reduce_bucket_size),
-        allgather_bucket_size=int(zero.allgather_bucket_size),
         contiguous_gradients=zero.contiguous_gradients,
         reduce_scatter=zero.reduce_scatter,
         multi_rank_allreduce=zero.use_multi_rank_bucket_allreduce,

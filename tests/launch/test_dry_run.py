@@ -11,7 +11,7 @@ import pytest
 from tiny_run import merged
 
 from engine.errors import UserError
-from engine.planning.dry_report import size
+from engine.planning.dry_run import byte_text
 from launch import train
 
 TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
@@ -215,7 +215,7 @@ def test_in_a_process_of_its_own_it_ends_with_the_verdict_and_writes_the_layout(
     written = json.loads((tmp_path / "shards.json").read_text())
     assert (written["stage"], written["world"]) == (2, 3)
     table = dict(re.findall(r"^  (backbone|neck|bbox_head) +([0-9.]+ [kM]B)", done.stdout, re.MULTILINE))
-    assert {module: size(4 * sum(counts)) for module, counts in written["elements"].items()} == table
+    assert {module: byte_text(4 * sum(counts)) for module, counts in written["elements"].items()} == table
     assert all(len(counts) == 3 for counts in written["elements"].values())
 
 

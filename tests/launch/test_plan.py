@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
-from engine.planning import calibration
+from engine.planning import time
 from engine.planning.hardware import CARDS
 from engine.planning.image_sizes import Size
 from launch import plan
@@ -102,9 +102,9 @@ def test_a_run_whose_data_is_elsewhere_calibrates_with_what_is_given(tmp_path, m
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
     seen = []
-    monkeypatch.setattr(calibration, "calibrated", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(time, "calibrated", lambda *arguments: seen.append(arguments))
     given = dict(images=10, classes=3, objects=4, fixed_size=Size(64, 96))
-    calibration.calibrate_from_run(str(tmp_path), CARDS["a100-80g"], **given)
+    time.calibrate_from_run(str(tmp_path), CARDS["a100-80g"], **given)
     ((planned, _, seconds),) = seen
     assert (planned.world, planned.data.train, planned.data.things, planned.objects) == (2, 10, 3, 4)
     assert planned.sizes.mean == Size(64, 96) and seconds == 0.5

@@ -26,9 +26,13 @@ def test_the_slowest_of_many_ranks_has_more_pixels_than_the_mean_and_no_more_tha
 
 
 def test_a_crop_or_a_classifier_has_one_size():
+    # VariedCrop has (height, width), mmdet's crops have (width, height).
     cropped = ImageSizes(_data(augmentation=[{"type": "VariedCrop", "size": [512, 256]}]), 4)
-    assert cropped.mean == cropped.largest == Size(256, 512)
+    assert cropped.mean == cropped.largest == Size(height=512, width=256)
     assert cropped.slowest(64) == 256 * 512
+    by_mmdet = ImageSizes(_data(augmentation=[{"type": "RandomCrop", "crop_size": [512, 256]}]), 4)
+    assert by_mmdet.largest == Size(height=256, width=512)
+    assert ImageSizes(_data(task="classification"), 4).largest == Size(224, 224)
 
 
 @pytest.mark.parametrize(

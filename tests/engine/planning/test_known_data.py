@@ -64,6 +64,38 @@ def test_files_that_cannot_be_used_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "annotations, name, expected",
+    [
+        ("objects365/annotations/objects365_train.json", "mine", (638_630, 30_000, "v1")),
+        ("objects365/annotations/zhiyuan_objv2_train.json", "mine", (1_742_292, 80_000, "v2")),
+        ("objects365v2/train.json", "mine", (1_742_292, 80_000, "v2")),
+        ("elsewhere/train.json", "retinanet_o365_v2", (1_742_292, 80_000, "v2")),
+        ("elsewhere/train.json", "swinv2_o365", (638_630, 30_000, "v1")),
+    ],
+)
+def test_the_two_versions_of_objects365_are_told_apart(annotations, name, expected):
+    split = {"annotations": annotations, "images": "nowhere"}
+    known = known_data(_config(name=name, data={"dataset": "coco", "train": split, "val": split}))
+    train, val, version = expected
+    assert known == (train, val, 365, 0, f"Objects365, {version} assumed")
+
+
+@pytest.mark.parametrize(
+    "task, dataset, keep_empty, expected",
+    [
+        ("detection", "coco", False, (117_266, 5_000, 80, 0, "COCO 2017")),
+        ("detection", "coco", True, (118_287, 5_000, 80, 0, "COCO 2017")),
+        ("panoptic", "coco", False, (118_287, 5_000, 80, 53, "COCO 2017")),
+        ("semantic", "ade20k", False, (20_210, 2_000, 150, 0, "ADE20K")),
+    ],
+)
+def test_public_data_sets_are_those_of_the_task(task, dataset, keep_empty, expected):
+    split = {"annotations": "nowhere/instances_train2017.json", "images": "nowhere"}
+    data = {"task": task, "dataset": dataset, "keep_empty": keep_empty, "train": split, "val": split}
+    assert known_data(_config(data=data)) == expected
+
+
+@pytest.mark.parametrize(
     "changes, told",
     [
         ({"communication_data_type": "fp64"}, "DeepSpeed does not accept this config"),
@@ -80,7 +112,7 @@ def test_offloading_may_be_null():
     plan = Plan(
         _config(data={"keep_empty": True}, zero_optimization={"offload_param": None, "offload_optimizer": None}), 4
     )
-    assert plan.offload == "none" and not plan.settings(3).offload
+    assert plan.way.offload == "none" and not plan.settings(3).offload
 
 
 def test_a_run_of_less_than_a_step_has_one():

@@ -9,9 +9,9 @@ import pytest
 
 from engine.config.schema import OptimizerConfig
 from engine.optim.registry import count_moments
-from engine.planning.memory import plan_memory
-from engine.planning.settings import WindowSettings
-from engine.planning.shards import Parameter
+from engine.planning.image_sizes import Size
+from engine.planning.memory import MemoryPlan
+from engine.planning.model_facts import ModelFacts, Parameter, WindowSettings
 from engine.planning.step_trace import GradientEvent, StepTrace
 from engine.zero.recording import Use
 from engine.zero.settings import communication_settings
@@ -25,8 +25,7 @@ PARAMETERS = [
 EVENTS = [GradientEvent(2, 16000, 50_000), GradientEvent(1, 12000, 40_000)]
 TRACE = StepTrace(
     micro=1,
-    height=32,
-    width=32,
+    size=Size(32, 32),
     kept=45_000,
     forward_peak=48_000,
     gradients=EVENTS,
@@ -54,6 +53,7 @@ def _memory(
     bucket: int = 5000,
     moments: int = 2,
     data_types: dict | None = None,
+    window: WindowSettings | None = None,
     **options,
 ):
     config = {
@@ -68,7 +68,8 @@ def _memory(
         "data_types": data_types or {},
     }
     settings = communication_settings(config, world, accumulation)
-    return plan_memory(TRACE, PARAMETERS, settings, moments=moments, uses=USES, **options)
+    model = ModelFacts(PARAMETERS, uses=USES, window=window)
+    return MemoryPlan(TRACE, model, settings, moments, **options).memory()
 
 
 def test_stage_0_holds_everything_and_flattens_all_gradients_once():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traced_plan import CARD, traced_plan
 
-from engine.planning.scaling import BATCHES, WORLDS, divisible_batches, scaling_points, scaling_table
+from engine.planning.report import BATCHES, WORLDS, divisible_batches, scaling_points, scaling_table
 
 
 @given(st.sets(st.integers(1, 20_000), min_size=1), st.integers(1, 4000))

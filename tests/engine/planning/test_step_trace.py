@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.planning.live_bytes import LiveBytes
+from engine.planning.image_sizes import Size
+from engine.planning.operators import LiveBytes
 
 SIZE, OBJECTS = 128, 32  # as many objects as the tiny Mask R-CNN's sampler wants positives
 
@@ -71,7 +72,7 @@ def _real_peak(config, classes, samples) -> int:
 )
 def test_the_traced_peak_is_the_real_one(detector, task, changes):
     from engine.planning.known_data import known_data, planned_classes
-    from engine.planning.step_trace import trace_step
+    from engine.planning.step_trace import build_shape_model, trace_step
     from engine.tasks.registry import task_of
     from models.mmdet_setup import import_mmdet
 
@@ -79,15 +80,29 @@ def test_the_traced_peak_is_the_real_one(detector, task, changes):
     config = _config(detector, task, **changes)
     classes = planned_classes(known_data(config))
     samples = task_of(config).stand_ins(classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
-    trace = trace_step(config, classes, micro=1, height=SIZE, width=SIZE, objects=OBJECTS)
+    model = build_shape_model(config, classes)
+    trace = trace_step(model, config, classes, micro=1, size=Size(SIZE, SIZE), objects=OBJECTS)
     # A real RPN proposes other regions than the planned ones, so samplers take a few others.
     assert trace.peak == pytest.approx(_real_peak(config, classes, samples), rel=0.05)
     assert trace.kept <= trace.forward_peak <= trace.peak
     assert len(trace.gradients) == len({event.parameter for event in trace.gradients})
 
 
+def test_a_classifier_is_planned():
+    from engine.planning.plan import Plan
+
+    config = _config("timm::resnet10t", "classification")
+    plan = Plan(config, 1, fixed_size=Size(64, 64))
+    memory = plan.memory()
+    assert plan.model.total > 4_000_000 and plan.data.things == 6
+    assert memory.peak > 4 * 2 * plan.model.total  # weights and gradients
+    trace = plan.trace(Size(64, 64))
+    assert 0 < trace.forward_flops < trace.backward_flops
+    assert len(trace.gradients) == len(plan.model.parameters)
+
+
 def test_flops_of_a_convolution_are_counted_forward_and_backward():
-    from engine.planning.operator_cost import operator_cost
+    from engine.planning.operators import operator_cost
 
     x, w = torch.zeros(2, 3, 8, 8), torch.zeros(5, 3, 3, 3)
     y = torch.nn.functional.conv2d(x, w, padding=1)
@@ -101,16 +116,16 @@ def test_flops_of_a_convolution_are_counted_forward_and_backward():
 
 def test_recomputation_costs_a_second_forward_and_keeps_less():
     from engine.planning.known_data import known_data, planned_classes
-    from engine.planning.step_trace import trace_step
+    from engine.planning.step_trace import build_shape_model, trace_step
     from models.mmdet_setup import import_mmdet
 
     import_mmdet()
+    configs = [_config("tiny_retinanet", "detection", checkpoint_activations=names) for names in ([], ["backbone"])]
+    classes = planned_classes(known_data(configs[0]))
     plain, again = (
-        _config("tiny_retinanet", "detection", checkpoint_activations=names) for names in ([], ["backbone"])
+        trace_step(build_shape_model(config, classes), config, classes, micro=1, size=Size(SIZE, SIZE))
+        for config in configs
     )
-    classes = planned_classes(known_data(plain))
-    sizes = dict(micro=1, height=SIZE, width=SIZE)
-    plain, again = trace_step(plain, classes, **sizes), trace_step(again, classes, **sizes)
     assert again.kept < plain.kept
     assert again.forward_flops == plain.forward_flops
     assert plain.backward_flops < again.backward_flops <= plain.backward_flops + plain.forward_flops

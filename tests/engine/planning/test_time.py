@@ -14,8 +14,8 @@ from engine.errors import ConfigError, UserError
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
 from engine.planning.memory import OFFLOADS
-from engine.planning.plan import Plan
-from engine.planning.step_trace import Cost
+from engine.planning.operators import Cost
+from engine.planning.plan import Plan, Way
 from engine.planning.time import calibrated, collective_seconds, compute_seconds, run_time, step_time
 from engine.recipes.load import parse_config
 from engine.zero.recording import Use
@@ -57,7 +57,7 @@ def test_a_window_counts_by_how_often_it_comes():
 def test_gradients_and_fetched_weights_do_not_hide_behind_the_same_backward():
     # A slow network, on which either is longer than half of backward and shorter than forward and backward together.
     plan = traced_plan(zero_optimization={"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 0})
-    plan.uses = [Use(0, (0,), begin) for begin in (True, False, True, False)]
+    plan.model = replace(plan.model, uses=[Use(0, (0,), begin) for begin in (True, False, True, False)])
     slow = replace(CARD, intra_bandwidth=1.5e9)
     sent = collective_seconds("reduce_scatter", 4 * 10**7, 8, slow)
     assert 0.02 < sent < 0.03
@@ -68,8 +68,8 @@ def test_gradients_and_fetched_weights_do_not_hide_behind_the_same_backward():
 
 def test_offloaded_parameters_come_from_the_host_for_every_gather():
     plan = traced_plan(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
-    plan.uses = [Use(0, (0,), begin) for begin in (True, False, True, False)]
-    less, more = (step_time(plan, CARD, stage=3, offload=offload) for offload in OFFLOADS[1:])
+    plan.model = replace(plan.model, uses=[Use(0, (0,), begin) for begin in (True, False, True, False)])
+    less, more = (step_time(plan, CARD, Way(3, offload, recompute=False)) for offload in OFFLOADS[1:])
     assert more.total - less.total == pytest.approx(4 * 10**7 / 8 / CARD.host_bandwidth)
 
 
@@ -83,10 +83,10 @@ def test_ranks_wait_for_the_largest_micro_batch_in_every_accumulated_micro_step(
     once, four = traced_plan(), traced_plan(batch=64)
     for plan in (once, four):
         plan.sizes.pixels = np.array([64 * 64, 2 * 64 * 64])
-        plan.sizes._largest = Size(64, 128)
+        plan.sizes.largest = Size(64, 128)
         trace = plan._traces[Size(64, 64), False, 2]
         double = Counter({cost: 2 * count for cost, count in trace.backward.items()})
-        plan._traces[Size(64, 128), False, 2] = replace(trace, width=128, backward=double)
+        plan._traces[Size(64, 128), False, 2] = replace(trace, size=Size(64, 128), backward=double)
     assert step_time(once, CARD).backward > 0.039  # almost always one of 8 ranks has the large one
     assert step_time(four, CARD).backward == pytest.approx(4 * step_time(once, CARD).backward)
 

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 from tiny_run import merged
 
-from benchmarks.traffic_against_measured import measured_and_predicted
 from engine.errors import ConfigError
 from engine.optim.agvm import BUCKET_SIZE
-from engine.planning.settings import WindowSettings, window_settings
-from engine.planning.shards import Parameter
-from engine.planning.traffic import SyncedNorm, sent_bytes, step_calls, step_sent, step_traffic
+from engine.planning.comparison import measured_and_predicted
+from engine.planning.model_facts import ModelFacts, Parameter, SyncedNorm, WindowSettings, window_settings
+from engine.planning.traffic import sent_bytes, step_calls, step_sent, step_traffic
+from engine.zero.recording import Use
 from engine.zero.settings import communication_settings
 
 SGD, ADAMW, PLAIN = "AGVMSGD", "AGVMAdamW", "SGD"
@@ -109,9 +109,14 @@ MODEL = [
 LOOP = Counter({("all_reduce", 4 * 5): 1, ("all_reduce", 8 * 4): 1})  # flags of three parameters; two losses
 
 
-def calls(deepspeed, world=4, K=1, model=MODEL, **options):
+# Each parameter is used once, in order, and on the way back.
+USES = [Use(i, (i,), fetch) for i in (0, 1, 2, 3, 3, 2, 1, 0) for fetch in (True, False)]
+
+
+def calls(deepspeed, world=4, K=1, backend="nccl", **facts):
     settings = communication_settings(deepspeed, world, K)
-    return step_calls(step_traffic(model, settings, losses=2, **options), K, window=True, first=False)
+    traffic = step_traffic(ModelFacts(MODEL, USES, **facts), settings, losses=2, backend=backend)
+    return step_calls(traffic, K, window=True, first=False)
 
 
 def zero(stage, **settings):
@@ -176,7 +181,7 @@ def test_the_signed_sum_is_reduced_once_where_ranks_are_even_and_keep_it():
         settings = communication_settings(zero(stage), world, 3)
         return sum(
             c.calls * c.bytes
-            for c in step_traffic(MODEL, settings, window=WindowSettings("signed"))
+            for c in step_traffic(ModelFacts(MODEL, window=WindowSettings("signed")), settings)
             if c.purpose == "second gradient"
         )
 
@@ -184,7 +189,7 @@ def test_the_signed_sum_is_reduced_once_where_ranks_are_even_and_keep_it():
 
 
 def test_synced_norms_count_forward_and_backward():
-    norms = [SyncedNorm(5, "backbone", forward=2)]
+    norms = [SyncedNorm(5, forward=2)]
     assert calls(zero(0), norms=norms) - calls(zero(0)) == Counter(
         {("all_reduce", 24): 2, ("all_reduce", 20): 2, ("all_reduce", 40): 1}
     )
@@ -194,8 +199,8 @@ def test_what_a_ring_sends():
     assert sent_bytes("all_reduce", 100, 4) == 150 and sent_bytes("reduce_scatter", 100, 4) == 75
     assert sent_bytes("all_gather", 100, 1) == sent_bytes("barrier", 100, 4) == 0
     settings = communication_settings(zero(0), 4, 1)
-    assert step_sent(step_traffic(MODEL, settings), 1, 4) == 1.5 * (80 + 20 + 16)
-    assert step_traffic(MODEL, communication_settings(zero(2), 1, 1)) == []
+    assert step_sent(step_traffic(ModelFacts(MODEL), settings), 1, 4) == 1.5 * (80 + 20 + 16)
+    assert step_traffic(ModelFacts(MODEL), communication_settings(zero(2), 1, 1)) == []
 
 
 def test_settings_have_the_defaults_of_those_who_own_them():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine.errors import ConfigError
-from engine.planning.shards import Parameter, plan_shards
+from engine.planning.model_facts import Parameter, plan_shards
 from engine.zero.geometry import Sharding
 
 WORLDS = (1, 2, 3, 7, 480, 481)
@@ -40,7 +40,7 @@ def layouts_on_rank(cases):
     import torch.distributed as dist
 
     from engine.optim import module_groups
-    from engine.planning.shards import parameters_of
+    from engine.planning.model_facts import parameters_of
     from engine.zero.layout import layout_of
 
     found = []
