@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.checkpoints.manifest import Manifest
 from engine.errors import CheckpointError
 from engine.zero.checked_files import read_file
-from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_partitioned, stored_shards
+from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_elementwise, stored_shards
 from engine.zero.window import CLIENT_STATE_KEY as AGVM_KEY
 
 CLIENT_KEY = "gigadet"
@@ -62,7 +62,7 @@ class ZeroFolder:
     def states(self) -> tuple[str, ...]:
         """Which states every parameter has beside its master weights, such as exp_avg; EMA weights among them."""
         shard = self._shard(*self._places[self._names[0]][0][:2])
-        own = tuple(sorted(key for key, value in shard.state.items() if is_partitioned(value, shard.weights)))
+        own = tuple(sorted(key for key, value in shard.state.items() if is_elementwise(value, shard.weights)))
         return (*own, EMA) if EMA in self._rank(0) else own
 
     def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
@@ -84,7 +84,7 @@ class ZeroFolder:
         return {
             key: value
             for key, value in found.state.items()
-            if value is not None and not is_partitioned(value, found.weights)
+            if value is not None and not is_elementwise(value, found.weights)
         }
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +156,7 @@ class ZeroFolder:
                 self.manifest.layout,
                 self._names,
                 self._model_states(rank),
-                read_file(self.folder / file) if file else None,
+                read_file(self.folder / file) if file else {},
             )
         return self._shards[rank][shard]
 

@@ -90,7 +90,7 @@ class OrderRecorder:
             setattr(coordinator, name, self._spy(getattr(coordinator, name), places, fetch=fetch))
 
     def _spy(self, original: Any, places: dict[int, int], *, fetch: bool) -> Any:
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             members = tuple(sorted(places[id(p)] for p in module.parameters(recurse=False)))
             self.uses.append(Use(module.ds_id, members, fetch))
             return original(module, *args, **kwargs)
