@@ -163,12 +163,7 @@ class AGVMOptimizer(Rule):
 
     _attachment: Any = None
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        **agvm: Any,
-    ) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], **agvm: Any) -> None:
         super().__init__(params, defaults)
         unnamed = [i for i, group in enumerate(self.param_groups) if not isinstance(group.get("module"), str)]
         if unnamed:

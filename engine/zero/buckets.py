@@ -1,9 +1,9 @@
 """A fixed plan of buckets, by which gradients are reduced to the ranks that own them.
 
 A bucket holds pieces of several parameters, sorted by owner: one segment per owner. Each segment is reduced to its
-owner (or one reduce-scatter does it, if all segments have the same size), so that every rank gets exactly its own ranges. A
-parameter larger than a bucket is split over several. Every rank makes the same plan. A rank stores what it receives in
-its companion partition, bucket after bucket; `spans` says which piece of which fragment is where.
+owner (or one reduce-scatter does it, if all segments have the same size), so that every rank gets exactly its own
+ranges. A parameter larger than a bucket is split over several. Every rank makes the same plan. A rank stores what it
+receives in its companion partition, bucket after bucket; `spans` says which piece of which fragment is where.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Read shards from DeepSpeed's files, and fill the shards of a running engine.
 
 The files of every DeepSpeed wrapper hold the same two things in different places: flat master weights, and the
-optimizer state of each. The manifest of a checkpoint names the layout class of the run that saved it, and so the place. The name
-decides here, not the class: a checkpoint is read without a DeepSpeed engine, on any number of ranks and at any stage.
-Shards have the numbers that the layout of the saving run gave them.
+optimizer state of each. The manifest of a checkpoint names the layout class of the run that saved it, and so the place.
+The name decides here, not an instance: a checkpoint is read without the DeepSpeed engine that wrote it, on any number
+of ranks and at any stage. Shards have the numbers that the layout of the saving run gave them.
 """
 
 from __future__ import annotations

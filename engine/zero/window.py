@@ -128,7 +128,7 @@ class Attachment:
 
         Parameters without gradient are left out: ZeRO-3 (and an offloaded ZeRO-1/2) still holds the previous step's.
         """
-        # Much smaller than the two buckets, which are free again by now. Sums are fp32 within a slice and fp64 over them.
+        # Much smaller than the two buckets, which are free again by now. Sums are fp32 in a slice and fp64 over slices.
         largest = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
         limit = max(1024, min(self.capture.bucket_size // 16, largest))
         for k, start, stop, home in self.capture.plan.spans:
