@@ -137,7 +137,7 @@ class ZeroFolder(CheckpointFolder):
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int, int, int, int]]]:
-        """For every parameter (rank, shard, offset in the shard, start and stop in the parameter), in ascending order."""
+        """Where each parameter is: (rank, shard, offset in the shard, start and stop in the parameter), ascending."""
         places: dict[str, list] = {name: [] for name in self._names}
         for rank in range(self.manifest.world):
             for param, start, stop, shard, offset in self._rank(rank)["fragments"].tolist():

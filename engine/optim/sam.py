@@ -6,8 +6,8 @@
 The move from w to w + e is a step of DeepSpeed's own wrapper in which the optimizer adds e instead of its update. So
 gradients are unscaled, weights gathered and gradients cleared as in any step, at every stage and precision. The master
 weights are copied before the move and copied back, exactly, before the real step: one more copy of this rank's share of
-them (4 bytes per parameter, divided by the number of ranks at stages 1 to 3). The model's own weights are updated by the
-real step, which gathers them anyway.
+them (4 bytes per parameter, divided by the number of ranks at stages 1 to 3). The model's own weights are updated by
+the real step, which gathers them anyway.
 """
 
 from __future__ import annotations
