@@ -1,13 +1,13 @@
-"""What an AGVM window costs: seconds and bytes over a plain step, both estimators, against the official scheme.
+"""What an AGVM window costs, in seconds and bytes: both estimators, and the official scheme.
 
-One run on two gloo ranks, Faster R-CNN R50, fixed pictures; every block has one step of each variant in random order,
-and the extra time of a window is its difference to the plain step of its own block. CPU seconds are a rank's own,
-which other load on the machine disturbs less than the clock. Bytes are counted from the collectives themselves, as
-what a rank sends on average in a ring (all-reduce 2 (N-1)/N, the others (N-1)/N of the payload).
+One run on two gloo ranks, Faster R-CNN R50, fixed images. Every block has one step of each variant in random order. The
+extra time of a window is the difference to the plain step of the same block. CPU seconds are those of one rank; other
+load on the machine disturbs them less than the clock. Bytes are counted from the collectives, as what a rank sends on
+average in a ring (all-reduce: 2 (N-1)/N of the payload, others: (N-1)/N).
 
-The official scheme has a model and an unsharded optimizer of its own, without DeepSpeed, and goes tensor by tensor: its
-plain step ("tensorwise") is the full all-reduce, its window an all-reduce inside each half, a gather of the two whole
-gradients, their cosine, then the full all-reduce. Its window is compared with its own plain step.
+The official scheme has its own model and an unsharded optimizer, without DeepSpeed, and reduces tensor by tensor. Its
+plain step ("tensorwise") is the full all-reduce. Its window is an all-reduce inside each half, a gather of the two
+whole gradients, their cosine, then the full all-reduce. It is compared with its own plain step.
 
     python benchmarks/agvm_overhead.py --blocks 12 --size 256 --accumulation 1 4
 """
@@ -27,8 +27,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -41,28 +39,9 @@ PAPER_STEP, PAPER_RANKS = 4.2 * 60 / (16 * 77), 768
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
-class SentBytes(TorchDispatchMode):
-    """Bytes a rank sends, from the c10d operators that run while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            name = function.overloadpacket.__name__
-            # A half of two ranks is one rank, and sends nothing to itself.
-            ranks = next(
-                dist.ProcessGroup.unbox(a).size()
-                for a in args
-                if isinstance(a, torch.ScriptObject) and "ProcessGroup" in a._type().qualified_name()
-            )
-            share = (ranks - 1) / ranks
-            # Gathers name their outputs first, reductions and broadcasts their payload.
-            leaves = tree_leaves(args[1] if "scatter" in name else args[0])
-            size = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
-            self.total += share * (2 if name == "allreduce_" else 1) * size
-        return function(*args, **(kwargs or {}))
+def sent_bytes(calls: list) -> float:
+    """The bytes that a rank sends in recorded collectives. A half of two ranks is one rank, which sends nothing."""
+    return sum((2 if c.op == "all_reduce" else 1) * c.bytes * (c.ranks - 1) / c.ranks for c in calls)
 
 
 def detector(depth: int = 50):
@@ -157,54 +136,77 @@ class Official:
         self.rule.zero_grad()
 
 
-def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
+class Bench:
+    """All variants on the same data: an engine for ours, a plain model for the official scheme."""
+
+    def __init__(self, args: argparse.Namespace, accumulation: int) -> None:
+        self.engine, self.optimizer = build_engine(args, accumulation)
+        self.official = Official(args)
+        self.data = [pictures(args, k * 2 + dist.get_rank()) for k in range(accumulation)]
+
+    def step(self, variant: str) -> tuple[float, float]:
+        """Seconds of one step, by the clock and of this process."""
+        self._set_window(variant)
+        dist.barrier()
+        start = time.perf_counter(), time.process_time()
+        if variant in ("tensorwise", "official"):
+            self.official.step(self.data, dist.get_rank(), window=variant == "official")
+        else:
+            for images, samples in self.data:
+                torch.manual_seed(dist.get_rank())
+                losses = self.engine(images, samples, mode="loss")
+                self.engine.backward(self.engine.module.parse_losses(losses)[0])
+                self.engine.step()
+        dist.barrier()
+        return time.perf_counter() - start[0], time.process_time() - start[1]
+
+    def _set_window(self, variant: str) -> None:
+        from engine.zero.geometry import reduced_once
+
+        modulator, capture = self.optimizer.modulator, self.optimizer._attachment.capture
+        in_window = variant in ("halves", "replicas")
+        modulator.is_window = lambda step: in_window
+        if in_window:
+            modulator.estimator = variant
+            capture.kind = self.optimizer.companion
+            capture.once = reduced_once(
+                capture.kind, keeps_local=capture.layout.keeps_local, world=2, accumulation=len(self.data)
+            )
+
+    def close(self) -> None:
+        self.optimizer.detach()
+        self.engine.destroy()
+
+
+def start_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")
-    from engine.zero.processes import init_distributed
+    from engine.zero.processes import import_deepspeed, init_distributed
 
     init_distributed(init_method=f"file://{store}", rank=rank, world_size=2)
-    import deepspeed
+    import_deepspeed().logger.setLevel("ERROR")
 
-    deepspeed.logger.setLevel("ERROR")
+
+def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
+    start_rank(rank, store)
+    from engine.zero.recording import CollectiveRecorder
+
     for accumulation in args.accumulation:
-        engine, optimizer = build_engine(args, accumulation)
-        official, capture = Official(args), optimizer._attachment.capture
-        data = [pictures(args, k * 2 + rank) for k in range(accumulation)]
-
-        def step(variant: str) -> tuple[float, float]:
-            optimizer.modulator.is_window = lambda t: variant in ("halves", "replicas")
-            if variant in ("halves", "replicas"):
-                optimizer.modulator.estimator = variant
-                capture.kind = optimizer.companion
-                capture.once = capture.kind == "signed" and capture.layout.keeps_local and accumulation > 1
-            dist.barrier()
-            start = time.perf_counter(), time.process_time()
-            if variant in ("tensorwise", "official"):
-                official.step(data, rank, window=variant == "official")
-            else:
-                for images, samples in data:
-                    torch.manual_seed(rank)
-                    engine.backward(engine.module.parse_losses(engine(images, samples, mode="loss"))[0])
-                    engine.step()
-            dist.barrier()
-            return time.perf_counter() - start[0], time.process_time() - start[1]
-
-        for variant in VARIANTS:  # warm up; the self-check
-            step(variant)
+        bench = Bench(args, accumulation)
+        for variant in VARIANTS:  # warm up, with AGVM's self-check
+            bench.step(variant)
         sent, seconds = {}, {variant: [] for variant in VARIANTS}
         for variant in VARIANTS:
-            with SentBytes() as counter:
-                step(variant)
-            sent[variant] = counter.total
+            with CollectiveRecorder() as recorder:
+                bench.step(variant)
+            sent[variant] = sent_bytes(recorder.calls)
         order = random.Random(0)
         for _ in range(args.blocks):
             for variant in order.sample(VARIANTS, len(VARIANTS)):
-                seconds[variant].append(step(variant))
+                seconds[variant].append(bench.step(variant))
         if rank == 0:
-            report(args, accumulation, sent, seconds, sum(p.numel() for p in official.model.parameters()))
-        optimizer._attachment.detach()
-        engine.destroy()
-        del engine, optimizer, official, capture
+            report(args, accumulation, sent, seconds, sum(p.numel() for p in bench.official.model.parameters()))
+        bench.close()
 
 
 def interval(values: list[float]) -> str:

@@ -1,11 +1,11 @@
 """Time and memory of saving, exporting, converting and resuming for a large model of the zoo.
 
   python benchmarks/checkpoint_cost.py --model swin_b --stage 2            # about 100 M parameters
-  python benchmarks/checkpoint_cost.py --model uninet_g_htcx --stage 3     # 1.1 B: 14 GB on disk, twice with --universal
+  python benchmarks/checkpoint_cost.py --model uninet_g_htcx --stage 3     # 1.1 B: 14 GB on disk, twice
 
-Two ranks on this machine. No training: moments are made by hand, so that a checkpoint has the size it will have. A first
-process saves; fresh ones resume, on as many ranks and on one more or less, export, and convert. Peak memory is resident
-memory of a rank above what it held before, files mapped into memory not counted.
+Two ranks on this machine. There is no training: moments are filled with random numbers, so that a checkpoint has its
+real size. New processes save, resume on two ranks and on one, export, convert, and resume from the universal folder.
+Peak memory is the resident memory of a rank above what it held before, without memory-mapped files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.zero.processes import init_distributed
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MODELS = {
@@ -57,7 +55,7 @@ def settings(model: str, stage: int, work_dir: str) -> dict[str, Any]:
 
 
 def anonymous_gb() -> float:
-    """Resident memory that is no mapped file."""
+    """Resident memory without mapped files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 2**20
@@ -102,7 +100,7 @@ def save_once(model: str, stage: int, work_dir: str) -> dict[str, float]:
             value.normal_()
     result: dict[str, float] = {"parameters M": round(sum(run.layout.geometry.numels) / 1e6, 1)}
     with measured(result, "save"):
-        save_checkpoint(run, 1)
+        save_checkpoint(run.state(), run.work_dir, 1)
     folder = Path(work_dir) / "checkpoints" / "step-000001"
     result["disk GB"] = round(sum(path.stat().st_size for path in folder.iterdir()) / 2**30, 2)
     return result
@@ -131,7 +129,7 @@ def resume_once(model: str, stage: int, work_dir: str, source: str) -> dict[str,
 
 
 def in_ranks(world: int, function: str, *args: Any) -> dict[str, float]:
-    """The worst of all ranks, in fresh processes."""
+    """Run a function on new processes; the largest numbers of all ranks."""
     store, out = tempfile.mktemp(prefix="gigadet-store-"), tempfile.mkdtemp(prefix="gigadet-cost-")
     pids = []
     for rank in range(world):
@@ -140,6 +138,8 @@ def in_ranks(world: int, function: str, *args: Any) -> dict[str, float]:
             try:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
                 import torch
+
+                from engine.zero.processes import init_distributed
 
                 torch.set_num_threads(1)
                 with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):

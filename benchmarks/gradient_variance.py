@@ -1,10 +1,10 @@
 """Does the misalignment of the paper's first figure show on two cores, and does AGVM remove it?
 
-Trains two small pipelines from nothing on drawn shapes, at a small and a 16 times larger batch (by accumulation, so that
-batch norm sees the same four images), with and without modulation, two seeds each, and draws every pipeline's runs on
-matched optimizer steps and matched epochs. The learning rate is constant after the warm-up, so that the first steps of
-a long run are the steps of a short one, and grows by sqrt(1.5) per doubling of the batch. Finished runs are kept and
-not run again.
+Trains two small pipelines from scratch on drawn shapes, at a small batch and at one 16 times larger (by accumulation,
+so that batch norm sees the same four images), with and without modulation, with two seeds each. Then it plots the runs
+of every pipeline at matched optimizer steps and at matched epochs. The learning rate is constant after the warm-up, so
+that the first steps of a long run equal those of a short one. It grows by sqrt(1.5) per doubling of the batch. Finished
+runs are kept and not run again.
 
   python benchmarks/gradient_variance.py --out work_dirs/variance
 """
@@ -22,13 +22,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Pipeline -> detector: of 64-pixel images a smaller Faster R-CNN is enough.
+# Pipeline -> detector. For 64-pixel images a smaller Faster R-CNN is enough.
 PIPELINES = {"retinanet": "tiny_retinanet", "faster_rcnn": "micro_faster_rcnn"}
 IMAGES, MICRO = 640, 4
 # batch, epochs, learning rate, warm-up steps
 SMALL, LARGE = (8, 8, 1e-3, 50), (128, 16, 2.25e-3, 10)
 MEASURE = ["optimizer.params.clip=[1, 1]"]
-# 80 windows at batch 128 ask for a shorter memory than the paper's 0.97 over hundreds.
+# 80 windows at batch 128 need a shorter memory than the paper's 0.97, which is for hundreds of windows.
 MODULATE = ["optimizer.params.alpha=0.9"]
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     try:
         _train_all(options, waiting, running)
     finally:
-        _stop(running.values())  # of a failed run the other one would go on alone
+        _stop(running.values())  # if a run fails, the others must not continue alone
     for pipeline in PIPELINES:
         folders = [str(options.out / name) for name in runs() if name.startswith(f"{pipeline}/")]
         print(f"\n{pipeline}", flush=True)
@@ -125,7 +125,7 @@ def _train_all(options: argparse.Namespace, waiting: deque, running: dict[str, s
 
 
 def _stop(processes: Collection[subprocess.Popen]) -> None:
-    """SIGTERM for all at once, and SIGKILL for what does not heed it."""
+    """SIGTERM to all, then SIGKILL to those that do not end."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -137,7 +137,7 @@ def _stop(processes: Collection[subprocess.Popen]) -> None:
 
 
 def _start(folder: Path, pipeline: str, settings: list[str]) -> subprocess.Popen:
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+    shutil.rmtree(folder, ignore_errors=True)  # left by a run that was stopped
     folder.parent.mkdir(parents=True, exist_ok=True)
     overrides = [part for setting in settings for part in ("--set", setting)]
     with open(f"{folder}.log", "w") as log:

@@ -1,11 +1,11 @@
-"""Kill -9 one rank or all of them, again and again, inside saving too, and see that the run ends as if nothing had been.
+"""Kill a run with SIGKILL many times, also while it saves, and check that it ends like a run that was never killed.
 
   python benchmarks/kill_and_resume.py --kills 40 --stage 2
 
-A tiny detector trains on two ranks and saves every other step. Each life is ended at a random moment; in half of them the
-kill waits for a checkpoint that is being written. Every next life must find a whole checkpoint. In the end weights and
-records must equal those of a run in one piece, bit for bit. Ranks are forked from a process that has imported everything,
-so that a life costs seconds.
+A tiny detector trains on two ranks and saves every other step. One rank or both are killed at a random moment; half of
+the kills wait until a checkpoint is being written. Each new start must find an undamaged checkpoint. At the end,
+weights and records must equal those of an undisturbed run, bit for bit. Ranks are forked from a process that has
+imported everything, so that a start takes seconds.
 """
 
 from __future__ import annotations
@@ -22,32 +22,36 @@ import tempfile
 import time
 from pathlib import Path
 
-from engine.zero.processes import init_distributed
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 WORLD = 2
 
 
 def settings(work_dir: Path, stage: int, steps: int) -> dict:
-    from tiny_run import merged
-
-    return merged(
-        {
-            "zero_optimization": {"stage": stage},
-            "schedule": {"steps": steps, "warmup_steps": 5, "decay": "cosine"},
-            "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-3, "tau": 3, "alpha": 0.9, "start_step": 0}},
-            "run": {"work_dir": str(work_dir), "checkpoint_interval": 0.67, "ema": 0.99},
-        }
-    )
+    narrow = {"backbone.base_channels": 8, "neck.in_channels": [8, 16, 32, 64]}
+    return {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "detector": {"config": "tiny_retinanet", "options": narrow},
+        "data": {
+            "dataset": "shapes",
+            "shapes": {"train_images": 12, "val_images": 4, "image_size": 64},
+            "scale": [64, 64],
+            "workers": 0,
+        },
+        "schedule": {"steps": steps, "warmup_steps": 5, "decay": "cosine"},
+        "optimizer": {"type": "AGVMAdamW", "params": {"lr": 1e-3, "tau": 3, "alpha": 0.9, "start_step": 0}},
+        "run": {"work_dir": str(work_dir), "eval_interval": 0, "checkpoint_interval": 0.67, "ema": 0.99},
+    }
 
 
 def live(config: dict, rank: int, store: str, log: Path) -> None:
-    """One rank of one life, in a forked process."""
-    output = open(log, "a", buffering=1)
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
+    """Train as one rank, from the newest checkpoint to the end, in a forked process."""
+    with open(log, "a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     import torch
 
     torch.set_num_threads(1)
@@ -55,6 +59,7 @@ def live(config: dict, rank: int, store: str, log: Path) -> None:
     from engine.recipes.load import parse_config
     from engine.train.loop import train
     from engine.train.work_dir import Resume
+    from engine.zero.processes import init_distributed
 
     init_distributed(init_method=f"file://{store}", rank=rank, world_size=WORLD)
     train(parse_config(config), Resume())
@@ -98,7 +103,7 @@ def saving(work_dir: Path) -> bool:
 
 
 def end_life(pids: list[int], work_dir: Path, chance: random.Random) -> tuple[str, bool] | None:
-    """Kill one rank or all at a random moment; None where the run came to its end before."""
+    """Kill one rank or all at a random moment; None if the run ended before."""
     inside = chance.random() < 0.5
     first, deadline = steps_on_record(work_dir), time.monotonic() + chance.uniform(0.2, 12)
     while time.monotonic() < deadline + 20:
@@ -119,7 +124,7 @@ def end_life(pids: list[int], work_dir: Path, chance: random.Random) -> tuple[st
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     if len(victims) < len(pids):
-        time.sleep(1)  # what is left waits in a collective until a launcher ends it
+        time.sleep(1)  # the others wait in a collective, until a launcher would end them
         for pid in pids:
             if pid not in victims:
                 with contextlib.suppress(ProcessLookupError):
@@ -131,13 +136,13 @@ def end_life(pids: list[int], work_dir: Path, chance: random.Random) -> tuple[st
 
 
 def outcome(work_dir: Path) -> tuple[dict, list[dict]]:
-    from tiny_run import saved_weights
+    from engine.checkpoints.reading import read_weights
+    from engine.modeling.weights import whole
 
     costs = ("images_per_second", "seconds", "memory_gb")
     records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
     tensors = {
-        **{f"weights {k}": v for k, v in saved_weights(work_dir)[0].items()},
-        **{f"averages {k}": v for k, v in saved_weights(work_dir, ema=True)[0].items()},
+        (name, ema): whole(value) for ema in (False, True) for name, value in read_weights(work_dir, ema=ema)[0].items()
     }
     return tensors, [{key: value for key, value in record.items() if key not in costs} for record in records]
 
@@ -147,7 +152,7 @@ def main() -> None:
     arguments.add_argument("--kills", type=int, default=40)
     arguments.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
     arguments.add_argument("--steps", type=int, default=400, help="length of the run; it must outlast the kills")
-    arguments.add_argument("--seed", type=int, default=0, help="of the moments")
+    arguments.add_argument("--seed", type=int, default=0, help="of the random moments")
     options = arguments.parse_args()
     began = time.monotonic()
     from engine.zero.processes import import_deepspeed
@@ -179,9 +184,10 @@ def main() -> None:
     (killed, first), (whole, second) = outcome(folder / "killed"), outcome(folder / "whole")
     same = killed.keys() == whole.keys() and all(killed[name].equal(whole[name]) for name in whole)
     print(
-        f"{kills} kills, {inside} inside saving; {len(resumed)} lives went on from a checkpoint, {log.count('yet: starting')} "
-        f"began at step 0, {log.count('skipped:')} found a damaged one; {options.steps} steps, ZeRO-{options.stage}; "
-        f"weights and averages equal: {same}, records equal: {first == second}; {time.monotonic() - began:.0f} s"
+        f"{kills} kills, {inside} inside saving; {len(resumed)} starts resumed a checkpoint, "
+        f"{log.count('yet: starting')} began at step 0, {log.count('skipped:')} found a damaged one; "
+        f"{options.steps} steps, ZeRO-{options.stage}; weights and averages equal: {same}, "
+        f"records equal: {first == second}; {time.monotonic() - began:.0f} s"
     )
     if not (same and first == second and resumed == sorted(resumed)):
         raise SystemExit(1)

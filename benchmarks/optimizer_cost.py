@@ -1,11 +1,11 @@
-"""What a step of each optimizer costs beside one of AdamW: seconds, bytes sent, bytes of state.
+"""What a step of each optimizer costs compared with AdamW: seconds, bytes sent, bytes of state.
 
-One run on two gloo ranks, Faster R-CNN, fixed pictures, ZeRO-2 unless told otherwise. Every optimizer has an engine of
-its own; each block has one step of every optimizer in random order, and what a step costs more than AdamW's is the
-difference to the AdamW step of its own block. CPU seconds are rank 0's own, which other load on the machine disturbs
-less than the clock; "update" are those behind the last backward (for SAM, behind that of its second pass). AGVM's steps
-are those with a window: the window costs 1/tau of that on average. Bytes are counted from the collectives, as what a rank
-sends on average in a ring, and from the tensors of the optimizer's state on rank 0: both are exact.
+One run on two gloo ranks, Faster R-CNN, fixed images, ZeRO-2 by default. Every optimizer has its own engine. Each
+block has one step of every optimizer in random order; the extra cost of a step is the difference to the AdamW step of
+the same block. CPU seconds are those of rank 0; other load on the machine disturbs them less than the clock. "update"
+are the CPU seconds after the last backward (for SAM, that of its second pass). AGVM's steps all have a window, which on
+average costs 1/tau of that. Bytes sent are counted from the collectives, as what a rank sends on average in a ring, and
+bytes of state from the tensors of the optimizer on rank 0: both are exact.
 
     python benchmarks/optimizer_cost.py --blocks 8 --depth 18 --size 192
 """
@@ -13,21 +13,15 @@ sends on average in a ring, and from the tensors of the optimizer's state on ran
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
-from agvm_overhead import SentBytes, detector, interval, pictures  # noqa: E402
+from agvm_overhead import detector, interval, pictures, sent_bytes, start_rank
 
 BASE = "AdamW"
 OPTIONS = {
@@ -43,7 +37,7 @@ OPTIONS = {
 
 
 class Contender:
-    """One optimizer on an engine of its own."""
+    """One optimizer with its own engine."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         import deepspeed
@@ -76,11 +70,11 @@ class Contender:
         images, samples = batch
         torch.manual_seed(dist.get_rank())
         self.engine.backward(self.engine.module.parse_losses(self.engine(images, samples, mode="loss"))[0])
-        self.behind = time.process_time()
+        self.after_backward = time.process_time()
         return 0
 
     def step(self, data: list) -> tuple[float, float, float]:
-        """Seconds of a whole step by the clock and of this process, and of the latter those behind the last backward."""
+        """Seconds of a step by the clock, CPU seconds of this process, and those after the last backward."""
         dist.barrier()
         clock, own = time.perf_counter(), time.process_time()
         for batch in data:
@@ -92,7 +86,7 @@ class Contender:
                 self.sam.step(lambda k, again: self.backward(again))
         ended = time.process_time()
         dist.barrier()
-        return time.perf_counter() - clock, ended - own, ended - self.behind
+        return time.perf_counter() - clock, ended - own, ended - self.after_backward
 
     def state_bytes(self) -> int:
         return sum(
@@ -104,22 +98,17 @@ class Contender:
 
 
 def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")
-    from engine.zero.processes import init_distributed
+    start_rank(rank, store)
+    from engine.zero.recording import CollectiveRecorder
 
-    init_distributed(init_method=f"file://{store}", rank=rank, world_size=2)
-    import deepspeed
-
-    deepspeed.logger.setLevel("ERROR")
     data = [pictures(args, k * 2 + rank) for k in range(args.accumulation)]
     contenders = {name: Contender(name, args) for name in args.optimizers}
     sent, seconds = {}, {name: [] for name in contenders}
     for name, contender in contenders.items():
-        contender.step(data)  # warm up; AGVM's self-check
-        with SentBytes() as counter:
+        contender.step(data)  # warm up, with AGVM's self-check
+        with CollectiveRecorder() as recorder:
             contender.step(data)
-        sent[name] = counter.total
+        sent[name] = sent_bytes(recorder.calls)
     order = random.Random(0)
     for _ in range(args.blocks):
         for name in order.sample(list(contenders), len(contenders)):
@@ -140,8 +129,8 @@ def report(args: argparse.Namespace, sent: dict, seconds: dict, states: dict, pa
         f"{states[BASE]} bytes of state a rank"
     )
     print(
-        f"{'more than ' + BASE:16} {'clock, s':>17} {'CPU, s':>17} {'':>7} {'update, CPU s':>17} {'bytes sent':>14} {'':>8} "
-        f"{'state':>12}"
+        f"{'more than ' + BASE:16} {'clock, s':>17} {'CPU, s':>17} {'':>7} {'update, CPU s':>17} {'bytes sent':>14} "
+        f"{'':>8} {'state':>12}"
     )
     base = statistics.mean(row[1] for row in seconds[BASE])
     for name in seconds:

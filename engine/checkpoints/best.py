@@ -1,4 +1,4 @@
-"""The best step so far, told by the evaluations on record, so that no other file has to agree with them."""
+"""The best step so far. It is computed from the recorded evaluations, so no second file can disagree with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.errors import ConfigError, nearest
 
 
 def metric_name(setting: str, metrics: Sequence[str]) -> str:
-    """`auto` is the first metric of an evaluation, as in mmdet."""
+    """The metric that decides; `auto` is the first one of an evaluation, as in mmdet."""
     if setting == "auto":
         return next(iter(metrics))
     if setting not in metrics:
@@ -23,7 +23,7 @@ def metric_name(setting: str, metrics: Sequence[str]) -> str:
 
 
 def best_step(evaluations: Sequence[dict[str, Any]], setting: str | None) -> int | None:
-    """The step with the highest value of the metric, the first of equals; None without evaluations."""
+    """The step with the highest value of the metric (the first if several are equal); None without evaluations."""
     if setting is None or not evaluations:
         return None
     name = metric_name(setting, [key for key in evaluations[0] if key != "step"])
@@ -32,5 +32,5 @@ def best_step(evaluations: Sequence[dict[str, Any]], setting: str | None) -> int
 
 
 def mark_best(folder: Path, step: int) -> None:
-    """`best` beside DeepSpeed's `latest`: the tag of the best checkpoint."""
+    """Write the tag of the best checkpoint to `best`, next to DeepSpeed's `latest`."""
     store.write_tag(folder / store.BEST, store.tag_of(step))

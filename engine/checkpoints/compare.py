@@ -1,4 +1,4 @@
-"""Compare the config of a checkpoint with the one to resume with. What may change is declared beside each field."""
+"""Compare the config of a checkpoint with the one to resume with. Each config field declares whether it may change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     first, second = dict(_flat(saved)), dict(_flat(now))
-    empty = (None, {}, [])
+    empty: tuple[Any, ...] = (None, {}, [])
     return [
         Difference(key, first.get(key), second.get(key))
         for key in sorted({*first, *second})
@@ -45,19 +45,19 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
 
 
 def check_config(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lines to tell the user; CheckpointError where a difference does not let the run go on."""
+    """Lines to print for the user; CheckpointError if a difference does not allow to resume."""
     found = differences(saved, now)
     policies = {d.key: resume_policy(d.key) for d in found}
     if MICRO_BATCH in policies and is_modulated(str(now.get("optimizer", {}).get("type"))):
-        policies[MICRO_BATCH] = "fixed"  # AGVM's halves are made of micro-batches
+        policies[MICRO_BATCH] = "fixed"  # AGVM's half batches consist of micro-batches
     refused = [d for d in found if policies[d.key] == "fixed"]
     if refused:
         other = "" if any(d.key == MICRO_BATCH for d in refused) else ", micro-batch"
         raise CheckpointError(
-            f"the checkpoint was saved with another config ({'; '.join(map(str, refused))}): these keys may not change on "
-            "--resume; schedule, optimizer.params, optimizer.paramwise, optimizer.sam, run.ema, data augmentation, "
-            f"precision, ZeRO stage, ranks{other} and all that only concerns records may; to start another run from its "
-            "weights, give detector.load_from"
+            f"the checkpoint was saved with another config ({'; '.join(map(str, refused))}): these keys may not change "
+            "on --resume; schedule, optimizer.params, optimizer.paramwise, optimizer.sam, run.ema, data augmentation, "
+            f"precision, ZeRO stage, ranks{other} and all that only concerns records may; to start another run from "
+            "its weights, give detector.load_from"
         )
     changes = [f"changed, from here on   {d}" for d in found if policies[d.key] == "changes"]
     hidden = ("run.work_dir", "name")

@@ -1,4 +1,4 @@
-"""From what a user names to a checkpoint that is whole: a work dir, its `checkpoints`, one `step-N`, a universal folder."""
+"""Find and check a checkpoint in what the user names: a work dir, its `checkpoints`, a `step-N` or universal folder."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ Checkpoint = ZeroFolder | UniversalFolder
 
 
 def open_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
-    """One checkpoint folder, every file of it checked; all ranks share the work. Without `contents` by size alone."""
+    """Open a checkpoint folder and check its files; ranks share the work. Without `contents` only sizes are checked."""
     failure, manifest = None, None
     try:
         manifest = Manifest.read(path)
-    except CheckpointError as error:
-        failure = str(error)
-    if manifest is not None:
         damage = manifest.damage(path, part=distributed.rank(), parts=distributed.world_size(), contents=contents)
         failure = damage and f"checkpoint {path} is damaged: {damage}"
+    except CheckpointError as error:
+        failure = str(error)
     failure = next((text for text in distributed.all_gather_objects(failure) if text), None)
-    if failure is not None:
-        raise CheckpointError(failure)
+    if failure is not None or manifest is None:
+        raise CheckpointError(str(failure))
     return (UniversalFolder if manifest.layout == UNIVERSAL else ZeroFolder)(path, manifest)
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """`checkpoints` of a work dir; the folder itself where it already is one."""
+    """The folder `checkpoints` of a work dir; the folder itself if it holds checkpoints."""
     return path if store.saved_steps(path) else path / CHECKPOINTS
 
 
 def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -> Checkpoint | None:
-    """The newest whole checkpoint of a folder; None where none was ever saved."""
+    """The newest undamaged checkpoint of a folder; None if none was ever saved."""
     steps = distributed.broadcast_object(store.saved_steps(folder))
     skipped: list[str] = []
     for step in reversed(steps):
@@ -57,11 +56,11 @@ def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -
 def find_checkpoint(
     name: str | Path, say: Callable[[str], None] = lambda _: None, *, contents: bool = True
 ) -> Checkpoint:
-    """The checkpoint of a work dir (its newest), of a `checkpoints` folder, or the one named."""
+    """The newest checkpoint of a work dir or `checkpoints` folder, or the one that is named."""
     path = Path(name).expanduser().absolute()
-    if path.name in (store.LATEST, store.BEST) and path.is_file():  # a tag in a file, as DeepSpeed writes it
+    if path.name in (store.LATEST, store.BEST) and path.is_file():  # files that hold a tag, as DeepSpeed writes them
         path = path.with_name(path.read_text().strip() or "nothing")
-    # As rank 0 sees it: ranks that took different ways would wait for each other.
+    # Rank 0 decides: ranks that took different branches would wait for each other for ever.
     exists, is_one = distributed.broadcast_object(
         (path.is_dir(), (path / MANIFEST).exists() or path.name.startswith("step-"))
     )

@@ -1,6 +1,6 @@
-"""What a checkpoint folder must hold: its files with sizes and checksums, from every rank, and how they fit together.
+"""`manifest.json`: the files of all ranks in a checkpoint folder, with sizes and checksums, and what is in them.
 
-`manifest.json` is the last file written: a folder without it was never finished.
+It is the last file written: a folder without it was never finished.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Manifest:
     step: int
     world: int
     stage: int
-    layout: str  # the class of engine/zero/layout.py whose shards these are
+    layout: str  # the class of engine/zero/layout.py that laid out the shards
     precision: str
-    parameters: dict[str, list[int]]  # the trained ones: name and shape, as files have them
-    aliases: dict[str, str] = field(default_factory=dict)  # further names of shared parameters
+    parameters: dict[str, list[int]]  # the trained ones: name and shape in files
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of shared parameters -> the name above
     files: dict[str, FileRecord]  # name -> size, CRC-32
     version: int = VERSION
 
@@ -38,7 +38,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError that says why the folder is no checkpoint."""
+        """CheckpointError if the folder is not a checkpoint that this program reads."""
         path = folder / NAME
         try:
             content: dict[str, Any] = json.loads(path.read_text())
@@ -53,7 +53,7 @@ class Manifest:
             raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged ({type(error).__name__}: {error})") from None
 
     def damage(self, folder: Path, *, part: int = 0, parts: int = 1, contents: bool = True) -> str | None:
-        """What is wrong with the folder's files, or None. Ranks may share the work: `part` of `parts`."""
+        """What is wrong with the files, or None. Ranks can share the work: each checks `part` of `parts`."""
         for name in sorted(self.files)[part::parts]:
             wanted = self.files[name]
             try:

@@ -1,4 +1,4 @@
-"""Restoring: a checkpoint's values into a run that was built again, on whatever ranks and stage it has now."""
+"""Restore a checkpoint into a newly built run, on any number of ranks and at any stage."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from engine.files import EVALUATIONS, METRICS
 from engine.modeling.statistics import restore_statistics
 from engine.monitoring.records import cut_records, read_records
 from engine.optim.agvm import AGVMOptimizer
+from engine.optim.ema import ShardEMA
 from engine.zero.loss_scale import restore_scale
 from engine.zero.scalars import file_shape
 from engine.zero.stored import fill
@@ -29,11 +30,11 @@ _RECORD_FILES = (METRICS, EVALUATIONS)
 
 
 def restore(state: TrainingState, checkpoint: Checkpoint, progress: Callable[[int], None]) -> None:
-    """Weights, moments, averages, statistics, loss scale, counters and AGVM's state, by the names of parameters."""
+    """Restore weights, moments, averages, statistics, loss scale, counters and AGVM's state, by parameter name."""
     names = parameter_names(state.engine.module, state.layout)
     with distributed.together():
         _check_fits(state, names, checkpoint)
-    with distributed.together():  # no collective in here: a file that only one rank reads may be bad
+    with distributed.together():  # no collectives inside: a file that only one rank reads may be damaged
         states = tuple(name for name in checkpoint.states if name != EMA)
         fill(
             state.layout,
@@ -45,10 +46,10 @@ def restore(state: TrainingState, checkpoint: Checkpoint, progress: Callable[[in
             progress=progress,
         )
         if state.ema is not None:
-            _fill_average(state, names, checkpoint)
+            _fill_average(state.ema, names, checkpoint)
         untrained = dict(checkpoint.untrained())
-        alike = checkpoint.manifest.world == state.batch.world
-        statistics = checkpoint.statistics(distributed.rank()) if alike else {}
+        same_ranks = checkpoint.manifest.world == state.batch.world
+        statistics = checkpoint.statistics(distributed.rank()) if same_ranks else {}
     state.layout.publish()
     _copy_untrained(state, untrained)
     restore_statistics(state.engine.module, statistics)
@@ -70,13 +71,13 @@ def _check_fits(state: TrainingState, names: list[str], checkpoint: Checkpoint) 
             )
 
 
-def _fill_average(state: TrainingState, names: list[str], checkpoint: Checkpoint) -> None:
-    if EMA not in checkpoint.states:  # switched on since
-        state.ema.restart()
+def _fill_average(ema: ShardEMA, names: list[str], checkpoint: Checkpoint) -> None:
+    if EMA not in checkpoint.states:  # run.ema was switched on after the checkpoint
+        ema.restart()
         return
-    for fragment in state.layout.held():
+    for fragment in ema.layout.held():
         values = checkpoint.read(names[fragment.param], EMA, fragment.start, fragment.stop)
-        target = state.ema.shards[fragment.shard].view(-1)
+        target = ema.shards[fragment.shard].view(-1)
         target[fragment.offset : fragment.offset + values.numel()].copy_(values)
 
 
@@ -92,7 +93,7 @@ def _copy_untrained(state: TrainingState, values: dict[str, Tensor]) -> None:
 
 
 def _set_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """DeepSpeed's own: AGVM's windows and the boundary of accumulation are counted by them."""
+    """Set DeepSpeed's own counters: AGVM's windows and gradient accumulation depend on them."""
     engine, counters = state.engine, checkpoint.counters()
     engine.global_steps = checkpoint.step
     engine.micro_steps = checkpoint.step * state.batch.accumulation
@@ -101,10 +102,10 @@ def _set_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def take_over(work_dir: Path, checkpoint: Checkpoint, *, keep_best: str | None, say: Callable[[str], None]) -> None:
-    """Let the work dir be one that stopped at the checkpoint's step; on rank 0."""
+    """Bring the work dir to the state of a run that stopped at the checkpoint's step. Call it on rank 0."""
     source, folder = checkpoint.folder.parent.parent.resolve(), checkpoint.folder.parent
     try:
-        if source == work_dir:  # first, for the records of what lies after it go next
+        if source == work_dir:  # before the records of the later steps are removed
             _set_aside_newer(folder, checkpoint.step, say)
         for name in _RECORD_FILES:
             cut_records(source / name, work_dir / name, last_step=checkpoint.step)
@@ -120,7 +121,7 @@ def take_over(work_dir: Path, checkpoint: Checkpoint, *, keep_best: str | None, 
 
 
 def _set_aside_newer(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    """Checkpoints after the one that is resumed are damaged or of a future given up: kept, but no longer newest."""
+    """Rename checkpoints after the resumed one: they are damaged, or of steps that will be trained again."""
     for newer in store.saved_steps(folder):
         if newer > step:
             tag = store.tag_of(newer)

@@ -1,4 +1,4 @@
-"""Saving a run: every rank writes aside, all agree that all is there, then one rename makes it the newest checkpoint."""
+"""Save a run: every rank writes to a hidden folder, rank 0 checks that all files are there and renames the folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from engine.zero.scalars import file_shape
 
 
 def save_checkpoint(state: TrainingState, work_dir: Path, step: int) -> None:
-    """Write `checkpoints/step-N`; SaveError, alike on all ranks, where it cannot be written."""
-    from engine.zero.checked_writer import save_with  # here, because it imports DeepSpeed
+    """Write `checkpoints/step-N`; SaveError, on all ranks, if it cannot be written."""
+    from engine.zero.checked_writer import save_with  # here, because importing DeepSpeed takes seconds
 
     folder, tag = checkpoints_of(work_dir), store.tag_of(step)
     aside = folder
@@ -49,7 +49,7 @@ def save_checkpoint(state: TrainingState, work_dir: Path, step: int) -> None:
             try:
                 files = {name: record for written, _ in reports for name, record in written.items()}
                 manifest = _manifest(state, step, files)
-                # As this node sees the other nodes' files: a work dir that is not shared shows here.
+                # Rank 0 must see the files of all nodes: a work dir that is not shared is noticed here.
                 damage = manifest.damage(aside, contents=False)
                 if len(files) != sum(len(written) for written, _ in reports):
                     damage = "two ranks wrote the same file"
@@ -75,7 +75,7 @@ def prune_checkpoints(work_dir: Path, *, keep_last: int, best: int | None) -> No
 
 
 def _stop_if_any(failure: str | None) -> None:
-    """Raise on all ranks what went wrong on rank 0."""
+    """Raise the failure of rank 0 on all ranks."""
     failure = distributed.broadcast_object(failure)
     if failure is not None:
         raise SaveError(f"the checkpoint could not be written ({failure}); those saved before are untouched")
@@ -86,7 +86,7 @@ def _meta(state: TrainingState, step: int) -> dict[str, Any]:
 
 
 def _of_this_rank(state: TrainingState) -> dict[str, Any]:
-    # At stage 0 all ranks hold the same, so rank 0 alone saves it.
+    # At stage 0 all ranks hold the same, so only rank 0 saves it.
     held = [] if state.stage == 0 and distributed.rank() else state.layout.held()
     rows = [(f.param, f.start, f.stop, f.shard, f.offset) for f in held]
     content: dict[str, Any] = {
@@ -119,6 +119,6 @@ def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def parameter_names(model: nn.Module, layout: Layout) -> list[str]:
-    """The names of a layout's parameters, in its order; of shared ones the first."""
+    """The names of a layout's parameters, in its order. A shared parameter has the first of its names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for parameter in layout.params]

@@ -14,7 +14,7 @@ from engine.zero.layout import Layout
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The parts of a run that a checkpoint knows: DeepSpeed's engine, the optimizer, the shards and their average."""
+    """The parts of a run that a checkpoint needs: DeepSpeed's engine, the optimizer, the shards and their average."""
 
     engine: Any
     optimizer: torch.optim.Optimizer

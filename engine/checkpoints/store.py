@@ -1,4 +1,4 @@
-"""The folder `checkpoints` of a work dir: names, which is newest, making one current in one step, and cleaning up."""
+"""The folder `checkpoints` of a work dir: its names, the atomic rename of a finished checkpoint, and cleaning up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tag_of(step: int) -> str:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps with a finished or damaged checkpoint, ascending; what is still being written does not count."""
+    """Steps with a finished (or damaged) checkpoint, ascending; one that is being written does not count."""
     if not folder.is_dir():
         return []
     matches = (re.fullmatch(r"step-(\d{6,})", path.name) for path in folder.iterdir() if path.is_dir())
@@ -32,7 +32,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def open_aside(folder: Path, tag: str) -> Path:
-    """An empty folder to write into, beside the checkpoints; leftovers of a killed run go."""
+    """An empty folder to write into, next to the checkpoints; leftovers of a killed run are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name.startswith((_ASIDE, _GONE)):
@@ -43,20 +43,20 @@ def open_aside(folder: Path, tag: str) -> Path:
 
 
 def make_current(folder: Path, aside: Path, tag: str) -> None:
-    """Rename the whole folder into place. One of the same step (damaged, or of a run gone back) is replaced."""
+    """Rename the folder into place. An older one of the same step (damaged, or the run was set back) is replaced."""
     sync_folder(aside)
     target = folder / tag
     if target.exists():
         target.rename(folder / (_GONE + tag))
     aside.rename(target)
     shutil.rmtree(folder / (_GONE + tag), ignore_errors=True)
-    with contextlib.suppress(OSError):  # it is there now; `--resume` looks at the folders, not at this file
+    with contextlib.suppress(OSError):  # the checkpoint exists now; `--resume` does not need this file
         sync_folder(folder)
         write_tag(folder / LATEST, tag)
 
 
 def prune(folder: Path, *, keep_last: int, keep: int | None) -> None:
-    """Remove all but the newest `keep_last` and the step `keep`: first out of the names, then from the disk."""
+    """Remove all but the newest `keep_last` and the step `keep`. Renamed first, so no half-removed one is found."""
     for step in saved_steps(folder)[:-keep_last]:
         if step != keep:
             gone = folder / (_GONE + tag_of(step))

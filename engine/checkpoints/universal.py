@@ -1,7 +1,7 @@
-"""DeepSpeed's universal format: a folder for each parameter, a file for each state; written from any checkpoint of ours.
+"""DeepSpeed's universal format: a folder per parameter, a file per state. Any checkpoint of ours can be converted.
 
-Our own runs do not need it to change the number of ranks or the stage. It is for others: DeepSpeed's own loader, and
-tools that want one parameter after the other.
+Our own runs do not need it to change the number of ranks or the stage. It is for DeepSpeed's own loader, and for tools
+that read one parameter at a time.
 
     zero/NAME/fp32.pt, exp_avg.pt, ...   {"param": whole tensor}
     zero/NAME/step.pt                    scalars, each in a file of its own
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.checkpoints.manifest import NAME as MANIFEST
 from engine.checkpoints.manifest import Manifest
-from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, ZeroFolder
+from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, CheckpointFolder, ZeroFolder
 from engine.errors import CheckpointError
 from engine.zero.checked_files import FileRecord, read_file, sync_folder, write_file
 from engine.zero.stored import WEIGHTS
@@ -30,17 +30,8 @@ MODEL_STATES = "mp_rank_00_model_states.pt"
 LAYOUT = "Universal"
 
 
-class UniversalFolder:
-    """A universal folder with our manifest; the same reading as `ZeroFolder`."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.parameters = {name: tuple(shape) for name, shape in manifest.parameters.items()}
-        self.aliases = dict(manifest.aliases)
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
+class UniversalFolder(CheckpointFolder):
+    """A universal folder with our manifest. It has the same methods for reading as `ZeroFolder`."""
 
     @property
     def describe(self) -> str:
@@ -82,7 +73,7 @@ class UniversalFolder:
         return {key: value for key, value in self._model_states.items() if key != "module"}
 
     def statistics(self, rank: int) -> dict[str, Tensor]:
-        return {}  # joined when it was written
+        return {}  # the ranks' statistics were averaged when the folder was written
 
 
 def write_universal(source: ZeroFolder, folder: Path, progress: Callable[[int], None]) -> None:
@@ -101,13 +92,13 @@ def write_universal(source: ZeroFolder, folder: Path, progress: Callable[[int], 
             count = math.prod(shape)
             for state in (WEIGHTS, *source.states):
                 values = source.read(name, state, 0, count).view(shape)
-                # A copy of its own: torch.save writes all of the storage that a range is taken from.
+                # A clone, because torch.save writes the whole storage of a view.
                 write(f"zero/{name}/{state}.pt", {"param": values.clone()})
             for key, value in source.scalars(name).items():
                 write(f"zero/{name}/{key}.pt", value)
             progress(count)
         write("zero/optimizer_state.pt", source.common_optimizer_state())
-        # The whole state dict by mapping what was just written, not by holding it.
+        # The files just written are memory-mapped, so that the whole state dict is never in memory.
         module = {name: read_file(folder / "zero" / name / f"{WEIGHTS}.pt")["param"] for name in source.parameters}
         module.update(source.untrained())
         module.update({alias: module[name] for alias, name in source.aliases.items()})

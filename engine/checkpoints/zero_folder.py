@@ -1,8 +1,8 @@
 """A checkpoint as a run saved it: DeepSpeed's files of every rank, read by parameter, state and range.
 
-Each rank leaves beside DeepSpeed's files one of ours that says which range of which parameter lies where in its shards.
-So any range can be read from the files that hold it, on any number of ranks and at any stage, without a conversion in
-between and without holding more than the range.
+Next to DeepSpeed's files, each rank writes one that says which range of which parameter is where in its shards. So any
+range can be read from the files that hold it, on any number of ranks and at any stage, without a conversion and without
+more memory than the range needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.checkpoints.manifest import Manifest
 from engine.errors import CheckpointError
 from engine.zero.checked_files import read_file
-from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_partitioned, stored_shards
+from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_elementwise, stored_shards
 from engine.zero.window import CLIENT_STATE_KEY as AGVM_KEY
 
 CLIENT_KEY = "gigadet"
@@ -29,21 +29,24 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-class ZeroFolder:
-    """One folder `step-N`, its manifest already checked."""
+class CheckpointFolder:
+    """A checkpoint folder, its manifest already checked."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder, self.manifest, self.step = folder, manifest, manifest.step
         self.parameters = {name: tuple(shape) for name, shape in manifest.parameters.items()}
         self.aliases = dict(manifest.aliases)
+
+
+class ZeroFolder(CheckpointFolder):
+    """One folder `step-N`."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(folder, manifest)
         self._names = list(self.parameters)
         self._shards: dict[int, list[StoredShard]] = {}
         self._ranks: dict[int, dict[str, Any]] = {}
         self._model: dict[int, Mapping[str, Any]] = {}
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
 
     @property
     def describe(self) -> str:
@@ -51,7 +54,7 @@ class ZeroFolder:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """What the run noted: config, classes, loss scale, counters."""
+        """What the run stored: step, config, classes, loss scale."""
         return self._model_states(0)[CLIENT_KEY]
 
     @property
@@ -60,13 +63,13 @@ class ZeroFolder:
 
     @cached_property
     def states(self) -> tuple[str, ...]:
-        """Which states every parameter has beside its master weights, such as exp_avg; EMA weights among them."""
+        """The states that every parameter has besides its master weights, such as exp_avg, and EMA if it was on."""
         shard = self._shard(*self._places[self._names[0]][0][:2])
-        own = tuple(sorted(key for key, value in shard.state.items() if is_partitioned(value, shard.weights)))
+        own = tuple(sorted(key for key, value in shard.state.items() if is_elementwise(value, shard.weights)))
         return (*own, EMA) if EMA in self._rank(0) else own
 
     def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """A range of a flattened parameter, or of a state of it. Not to be written to: it may be the mapped file."""
+        """A range of a flattened parameter, or of one of its states. Do not write to it: it may be a mapped file."""
         parts = []
         for rank, shard, offset, low, high in self._places[name]:
             first, last = max(low, start), min(high, stop)
@@ -78,17 +81,17 @@ class ZeroFolder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def scalars(self, name: str) -> dict[str, Any]:
-        """States of the parameter as a whole, such as step."""
+        """States with one value for the whole parameter, such as step."""
         rank, shard, *_ = self._places[name][0]
         found = self._shard(rank, shard)
         return {
             key: value
             for key, value in found.state.items()
-            if value is not None and not is_partitioned(value, found.weights)
+            if value is not None and not is_elementwise(value, found.weights)
         }
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """Frozen parameters and buffers by name. Statistics that ranks gathered apart are their mean."""
+        """Frozen parameters and buffers by name. Batch-norm statistics that differ between ranks are averaged."""
         states = self._model_states(0)
         shapes = states.get("frozen_param_shapes") or {}
         joined = self._joined_statistics()
@@ -105,7 +108,7 @@ class ZeroFolder:
             yield name, torch.cat(parts)[: shape.numel()].view(shape)
 
     def counters(self) -> dict[str, Any]:
-        """What DeepSpeed and the run noted beside tensors of the model's size."""
+        """What DeepSpeed and the run stored, without tensors of the model's size."""
         return {
             **{
                 key: value
@@ -122,7 +125,7 @@ class ZeroFolder:
         return common_state(content)
 
     def statistics(self, rank: int) -> dict[str, Tensor]:
-        """Batch-norm statistics that one rank of the run gathered alone; empty where all had the same."""
+        """Batch-norm statistics of one rank; empty if all ranks had the same."""
         return self._rank(rank)["statistics"]
 
     def _joined_statistics(self) -> dict[str, Tensor]:
@@ -134,7 +137,7 @@ class ZeroFolder:
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int, int, int, int]]]:
-        """For every parameter: rank, shard, offset in it, start and stop in the parameter, in ascending order."""
+        """Where each parameter is: (rank, shard, offset in the shard, start and stop in the parameter), ascending."""
         places: dict[str, list] = {name: [] for name in self._names}
         for rank in range(self.manifest.world):
             for param, start, stop, shard, offset in self._rank(rank)["fragments"].tolist():
@@ -156,7 +159,7 @@ class ZeroFolder:
                 self.manifest.layout,
                 self._names,
                 self._model_states(rank),
-                read_file(self.folder / file) if file else None,
+                read_file(self.folder / file) if file else {},
             )
         return self._shards[rank][shard]
 
@@ -166,14 +169,17 @@ class ZeroFolder:
         return self._ranks[rank]
 
     def _model_states(self, rank: int) -> Mapping[str, Any]:
-        """Only ZeRO-3 has a file for each rank."""
+        """DeepSpeed's model states. Only ZeRO-3 has a file for each rank."""
         rank = rank if self.manifest.stage == 3 else 0
         if rank not in self._model:
-            self._model[rank] = read_file(self.folder / self._file(rank, "_model_states.pt"))
+            file = self._file(rank, "_model_states.pt")
+            if file is None:
+                raise CheckpointError(f"checkpoint {self.folder} has no model states of rank {rank}")
+            self._model[rank] = read_file(self.folder / file)
         return self._model[rank]
 
     def _file(self, rank: int, ending: str) -> str | None:
-        """DeepSpeed's file of a rank, whatever it puts before the rank's number."""
+        """DeepSpeed's file of a rank, with any prefix before the rank's number; None if there is none."""
         names = [name for name in self.manifest.files if name.endswith(ending)]
         own = [name for name in names if f"zero_pp_rank_{rank}_mp" in name]
         return own[0] if own else (names[0] if names and ending == "_model_states.pt" else None)

@@ -1,4 +1,4 @@
-"""Optimizers and param groups. Names load on first use, so that importing the package costs nothing."""
+"""Optimizers and param groups. A name is imported when it is first used, so importing the package is fast."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ _MODULES = {
     "AGVMOptimizer": "engine.optim.agvm",
     "Modulator": "engine.optim.agvm",
 }
-__all__ = ["AGVMLAMB", "AGVMLARS", "AGVMSGD", "LAMB", "LARS", "PMDLAMB", "AGVMAdamW", *_MODULES]  # noqa: F822
+__all__ = ["AGVMLAMB", "AGVMLARS", "AGVMSGD", "LAMB", "LARS", "PMDLAMB", "AGVMAdamW", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""AGVM's modulator, and the optimizer base that carries it: what every modulated rule shares.
+"""AGVM's modulator, and the base class of the optimizers that use it.
 
-The modulator turns three sums per module into a gradient variance and a factor on the learning rate. The base
-class multiplies the factor into the step and meets DeepSpeed through `engine.zero`, which finds the gradients.
-Nothing here knows a ZeRO stage, and an update rule is two short methods (see `agvm_sgd.py`).
+The modulator turns three sums per module into a gradient variance and a factor on the learning rate. The base class
+applies the factor in the step; `engine.zero` finds the gradients in DeepSpeed. Nothing here depends on the ZeRO stage,
+and an update rule has two short methods (see `agvm_adamw.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ logger = logging.getLogger(__name__)
 ESTIMATORS = ("halves", "replicas")
 BUCKET_SIZE = 1 << 24  # elements
 
-# A half batch whose gradient is this small a share of the whole (squared) has none: its direction is rounding error.
+# If the squared gradient of a half batch is a smaller share of the whole than this, its direction is rounding error and
+# the half counts as one without gradient.
 NO_GRADIENT = 1e-12
 
 
 class Modulator:
-    """mu, one factor on the learning rate per module, moved every tau optimizer steps.
+    """mu, one factor on the learning rate per module, updated every tau optimizer steps.
 
-    With g the gradient of the whole batch, D the rule's element-wise preconditioner, and the sums per module i
+    With g the gradient of the whole batch and D the rule's element-wise preconditioner, the sums per module i are
 
         halves      a = sum D^2 g^2,  b = sum D^2 d^2,  c = sum D^2 g d        d = (G1 - G2) / 2
                     cos = (a + (p - q) c - p q b) / sqrt((a + 2 p c + p^2 b) (a - 2 q c + q^2 b))
@@ -38,12 +39,12 @@ class Modulator:
         replicas    n = sum D^2 g^2,  S = sum D^2 Q,  S - n                    Q = mean of u[j]^2
                     Phi = 2 (S - n) / (S + (R - 2) n)
 
-    where u[j], j = 0..R-1, are the micro-batch gradients, G1 and G2 the means over even and odd j, n1 and n2 of them,
-    p = 2 n2 / R and q = 2 n1 / R. Then, e being `ratio_eps`,
+    where u[j], j = 0..R-1, are the micro-batch gradients. G1 is the mean over the n1 even j and G2 the mean over the n2
+    odd j; p = 2 n2 / R and q = 2 n1 / R. Then, with e = `ratio_eps`,
 
         mu[i] <- alpha mu[i] + (1 - alpha) clip( sqrt((Phi[anchor] + e) / (Phi[i] + e)) ),     mu[anchor] = 1.
 
-    A module without gradient keeps its mu. A window whose anchor has none, or with any sum that is not finite, is
+    A module without gradient keeps its mu. If the anchor has no gradient, or any sum is not finite, the window is
     discarded: mu and phi stay as they were.
     """
 
@@ -51,13 +52,13 @@ class Modulator:
         self,
         modules: Sequence[str],
         *,
-        tau: int,
-        alpha: float,
-        anchor: str,
-        estimator: str,
-        clip: tuple[float, float],
-        start_step: int,
-        ratio_eps: float,
+        tau: int = 10,
+        alpha: float = 0.97,
+        anchor: str = "backbone",
+        estimator: str = "halves",
+        clip: tuple[float, float] = (0.1, 10.0),
+        start_step: int = 0,
+        ratio_eps: float = 1e-12,
     ) -> None:
         if int(tau) != tau or tau < 1:
             raise ValueError(f"tau must be a whole number >= 1, got {tau}")
@@ -79,10 +80,10 @@ class Modulator:
         self.phi: dict[str, float] = {}
         self.windows = self.discarded = 0
         self.last_window: int | None = None
-        self.paused = False  # while gradients are not those of the step
+        self.paused = False  # set during SAM's first pass, whose gradients are not those of the step
 
     def is_window(self, step: int) -> bool:
-        """Whether optimizer step t (counted from 1) measures the gradient variance."""
+        """Whether this optimizer step (counted from 1) measures the gradient variance."""
         return step > self.start_step and step % self.tau == 0 and not self.paused
 
     def variance(self, sums: Sequence[float], micro_batches: int) -> float | None:
@@ -100,11 +101,11 @@ class Modulator:
         product, norms = a + (p - q) * c - p * q * b, math.sqrt(first * second)
         if product <= 0:
             return 1 - max(-1.0, product / norms)
-        # 1 - cos without its cancellation at small angles: (|x|^2 |y|^2 - (x y)^2) is 4 (a b - c^2) here.
+        # 1 - cos in a form without cancellation at small angles: |x|^2 |y|^2 - (x y)^2 is 4 (a b - c^2) here.
         return max(0.0, 4 * (a * b - c * c) / (norms * (norms + product)))
 
     def update(self, step: int, sums: dict[str, Sequence[float]], micro_batches: int) -> bool:
-        """Take one window's sums per module; False if the window was discarded."""
+        """Update mu from the sums of one window; False if the window was discarded."""
         if not all(math.isfinite(x) for values in sums.values() for x in values):
             return self.discard("a gradient was not finite")
         phi = {name: self.variance(values, micro_batches) for name, values in sums.items()}
@@ -115,7 +116,7 @@ class Modulator:
         low, high = self.clip
         for name, value in self.phi.items():
             if name != self.anchor:
-                # With ratio_eps 0 a module without variance asks for the largest step that clip allows.
+                # If phi and ratio_eps are both 0, mu moves towards the largest factor that clip allows.
                 noise = value + self.ratio_eps
                 ratio = math.sqrt((anchor + self.ratio_eps) / noise) if noise > 0 else high
                 self.mu[name] = self.alpha * self.mu[name] + (1 - self.alpha) * min(high, max(low, ratio))
@@ -152,29 +153,17 @@ class Modulator:
 
 
 class AGVMOptimizer(Rule):
-    """Base of the modulated rules, which give `update` (a step at a given learning rate) and `preconditioner` (D^2).
+    """Base class of the modulated rules. A rule implements `update` and, unless D = 1, `preconditioner`.
 
-    Every param group names its module under `module`. The schedule owns `group["lr"]`; a step uses lr * mu[module]. A
-    rule that exists by itself is modulated by inheriting from both, itself first (see `agvm_layerwise.py`).
+    Every param group names its module under `module`. The schedule sets `group["lr"]`; a step uses lr * mu[module]. To
+    modulate an existing rule, inherit from the rule and then from this class (see `agvm_layerwise.py`).
     """
 
     modulated = True
 
     _attachment: Any = None
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        tau: int = 10,
-        alpha: float = 0.97,
-        anchor: str = "backbone",
-        estimator: str = "halves",
-        clip: tuple[float, float] = (0.1, 10.0),
-        start_step: int = 0,
-        ratio_eps: float = 1e-12,
-    ) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], **agvm: Any) -> None:
         super().__init__(params, defaults)
         unnamed = [i for i, group in enumerate(self.param_groups) if not isinstance(group.get("module"), str)]
         if unnamed:
@@ -182,29 +171,20 @@ class AGVMOptimizer(Rule):
                 f"param groups {unnamed} have no name under 'module': "
                 "build the groups with engine.optim.module_groups(model, modules)"
             )
-        self.modulator = Modulator(
-            list(dict.fromkeys(g["module"] for g in self.param_groups)),
-            tau=tau,
-            alpha=alpha,
-            anchor=anchor,
-            estimator=estimator,
-            clip=clip,
-            start_step=start_step,
-            ratio_eps=ratio_eps,
-        )
+        self.modulator = Modulator(list(dict.fromkeys(g["module"] for g in self.param_groups)), **agvm)
 
     @property
     def phi(self) -> dict[str, float]:
-        """1 - cos per module, of the last window."""
+        """The gradient variance of each module, measured in the last window."""
         return dict(self.modulator.phi)
 
     @property
     def mu(self) -> dict[str, float]:
-        """The factor in use on each module's learning rate."""
+        """The current factor on the learning rate of each module."""
         return dict(self.modulator.mu)
 
     def attach(self, engine: Any, *, bucket_size: int = BUCKET_SIZE) -> None:
-        """Follow a DeepSpeed engine from here on; call it once, right after `deepspeed.initialize`.
+        """Connect to a DeepSpeed engine; call it once, right after `deepspeed.initialize`.
 
         `bucket_size` (elements) bounds the extra memory of a window: one partition and two buckets per rank.
         """
@@ -217,7 +197,7 @@ class AGVMOptimizer(Rule):
         super().detach()
 
     def agvm_state_dict(self) -> dict[str, Any]:
-        """mu and the counters, by module name, for a trainer with checkpoint code of its own."""
+        """mu, phi and the counters, by module name, for training loops that write their own checkpoints."""
         return self.modulator.state_dict()
 
     def load_agvm_state_dict(self, state: dict[str, Any]) -> None:
@@ -227,16 +207,16 @@ class AGVMOptimizer(Rule):
         return super().rate(group) * self.modulator.mu[group["module"]]
 
     def preconditioner(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor) -> Tensor | None:
-        """D^2 of this step for a slice of a parameter, before the step; None stands for 1.
+        """D^2 of this step for a slice of a parameter, called before the step; None stands for 1.
 
-        `state` holds the same slice of the parameter's optimizer state (empty before the first step), `g` the
-        gradient in the units the step will see, in fp32.
+        `state` holds the same slice of the parameter's optimizer state (empty before the first step), `g` the fp32
+        gradient as the step will see it (unscaled and clipped).
         """
-        raise NotImplementedError
+        return None
 
     @classmethod
     def companion_of(cls, estimator: str) -> str:
-        """What a window reduces beside g: `signed` (s u), `squared` (u^2), or `norms` (no second vector at all)."""
+        """What a window reduces in addition to g: `signed` (s u), `squared` (u^2), or `norms` (no second vector)."""
         if estimator == "halves":
             return "signed"
         return "norms" if cls.preconditioner is AGVMOptimizer.preconditioner else "squared"
@@ -246,18 +226,17 @@ class AGVMOptimizer(Rule):
         return self.companion_of(self.modulator.estimator)
 
     def sums(self, group: dict[str, Any], state: dict[str, Tensor], g: Tensor, d: Tensor | None) -> Tensor:
-        """The modulator's three sums over one slice; d is the companion in the units of g (or of g^2)."""
-        weight = (
-            None if type(self).preconditioner is AGVMOptimizer.preconditioner else self.preconditioner(group, state, g)
-        )
+        """The modulator's three sums over one slice. d is the companion, in the units of g (or of g^2, if squared)."""
+        weight = self.preconditioner(group, state, g)
         if d is None:
-            # The norms of the micro-gradients come from elsewhere, and S - n is a small difference: fp64.
+            # `window.py` adds the norms of the micro-batch gradients. fp64, because S - n is a small difference.
             n = torch.dot(g.double(), g.double())
             return torch.stack([n, n * 0, -n])
-        # sum() adds pairwise and stays exact to 1e-8 in fp32; dot() adds one after the other and is not.
+        # sum() adds pairwise and stays exact to 1e-8 in fp32; dot() adds one by one and does not.
         weighted = g if weight is None else weight * g
         first = (weighted * g).sum()
         if self.companion == "squared":
+            assert weight is not None  # with D = 1 the companion is "norms"
             gap = (weight * d.addcmul(g, g, value=-1)).sum()
             return torch.stack([first, first + gap, gap])
         second = (d * d if weight is None else weight.mul_(d).mul_(d)).sum()

@@ -1,7 +1,6 @@
-"""AGVM on top of LARS and LAMB: the modulator's mu on the learning rate, the layers' ratios inside the step.
+"""AGVM on top of LARS and LAMB: mu multiplies the learning rate of a module, the ratio the step of a layer.
 
-mu belongs to a module and the ratio to a layer, and neither enters the other: norms are of weights and of a step before
-its learning rate, phi of gradients.
+Neither influences the other: the ratio is computed from weights and steps before the learning rate, phi from gradients.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from engine.optim.lars import LARS
 
 
 class AGVMLARS(LARS, AGVMOptimizer):
-    """LARS whose step on module i is lr * mu[i]; D = 1 as of SGD: phi is taken on g itself."""
+    """LARS whose step on module i is lr * mu[i]; D = 1 as for SGD: phi is measured on g itself."""
 
 
 class AGVMLAMB(LAMB, AGVMOptimizer):
-    """LAMB whose step on module i is lr * mu[i]; phi is taken on g[t] / sqrt(v[t] + eps), as of AdamW."""
+    """LAMB whose step on module i is lr * mu[i]; phi is measured on g[t] / sqrt(v[t] + eps), as for AdamW."""

@@ -1,4 +1,4 @@
-"""Connect an optimizer to DeepSpeed's engine, as the JSON's optimizer block asks for it."""
+"""Connect an optimizer to DeepSpeed's engine, as set in the JSON's optimizer block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.zero.layout import Layout
 def attach(
     config: OptimizerConfig, engine: Any, optimizer: torch.optim.Optimizer, layout: Layout
 ) -> SharpnessAware | None:
-    """Attach a rule of ours, and make the SAM step around the optimizer if there is to be one."""
+    """Attach the optimizer if it is one of ours. Returns the SAM step if the config asks for SAM."""
     size = config.params.get("bucket_size")
     try:
         if isinstance(optimizer, AGVMOptimizer) and size is not None:

@@ -8,8 +8,8 @@ from engine.zero.layout import Layout
 
 
 class ShardEMA:
-    """average <- d average + (1 - d) weights after each optimizer step; d rises from 2/11 to `decay`, so that the
-    first weights are soon forgotten. A step that an overflow skipped does not count."""
+    """average <- d average + (1 - d) weights after each optimizer step. d rises from 2/11 to `decay`, so that the
+    average soon forgets the first weights. A step skipped because of an overflow does not count."""
 
     def __init__(self, layout: Layout, decay: float) -> None:
         self.layout, self.decay = layout, decay
@@ -17,13 +17,13 @@ class ShardEMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After optimizer step `step`, counted from 1."""
+        """Call it after optimizer step `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for k, shard in self.layout.shards().items():
             self.shards[k].lerp_(shard.detach().float(), 1 - decay)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin at the present weights."""
+        """Set the average to the current weights."""
         for k, shard in self.layout.shards().items():
             self.shards[k].copy_(shard)

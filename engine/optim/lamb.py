@@ -1,4 +1,5 @@
-"""LAMB: AdamW whose step on a layer is scaled by its weights' norm over its step's; and PMD-LAMB, with fading moments."""
+"""LAMB: AdamW with the step of each layer scaled by the norm of its weights over that of the step. And PMD-LAMB, which
+also decays the moments periodically."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.optim.adam import adam_options, adam_preconditioner, count_adam_step
 from engine.optim.layerwise import LayerwiseOptimizer, product
-from engine.optim.rule import BATCH, count_adam_step, pieces
+from engine.optim.rule import BATCH, pieces
 
 
 class LAMB(LayerwiseOptimizer):
@@ -39,32 +41,18 @@ class LAMB(LayerwiseOptimizer):
         adapt_1d: bool = False,
         **further: Any,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
         if clamp is not None and (len(clamp) != 2 or not 0 <= clamp[0] <= clamp[1]):
             raise ValueError(f"clamp must be (low, high) with 0 <= low <= high, or None, got {clamp}")
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                betas=tuple(betas),
-                eps=eps,
-                weight_decay=weight_decay,
-                adapt_1d=adapt_1d,
-                clamp=None if clamp is None else tuple(clamp),
-            ),
-            **further,
-        )
+        options = adam_options(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        own = dict(adapt_1d=adapt_1d, clamp=None if clamp is None else tuple(clamp))
+        super().__init__(params, {**options, **own}, **further)
 
     def kept(self, t: int) -> float:
-        """The share of both moments that goes into step t, counted from 1, before the betas."""
+        """The factor on both moments before step t (counted from 1) multiplies them by the betas."""
         return 1.0
 
     def weights(self, betas: tuple[float, float], t: int) -> tuple[float, float]:
-        """The sums of the weights of all gradients in m[t] and v[t]: what bias correction divides by."""
+        """The sums of the weights that all gradients have in m[t] and v[t]: bias correction divides by them."""
         return 1 - betas[0] ** t, 1 - betas[1] ** t
 
     def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
@@ -77,8 +65,8 @@ class LAMB(LayerwiseOptimizer):
 
     def _advance(
         self, group: dict[str, Any], t: list[int], w: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]
-    ) -> list[Tensor]:
-        """Carry the moments to step t, in place, and give r + lambda w."""
+    ) -> tuple[Tensor, ...]:
+        """Update the moments to step t, in place, and return r + lambda w."""
         beta1, beta2 = group["betas"]
         kept, (first, second) = [self.kept(x) for x in t], zip(*(self.weights(group["betas"], x) for x in t))
         torch._foreach_mul_(m, [beta1 * x for x in kept])
@@ -101,36 +89,30 @@ class LAMB(LayerwiseOptimizer):
         return ratio if group["clamp"] is None else min(max(ratio, group["clamp"][0]), group["clamp"][1])
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        states = count_adam_step(self, params)
-        steps = [state["step"] for state, p in zip(states, params) for _ in self.segments_of(p)]
-        cut, ratios = self.by_layer(
-            params, params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        )
+        counts, tensors = count_adam_step(self, params)
+        steps = [count for count, p in zip(counts, params) for _ in self.segments_of(p)]
+        cut, ratios = self.by_layer(params, *tensors)
         for index, (w, g, m, v) in pieces(BATCH, *cut):
             step = self._advance(group, [steps[i] for i in index], w, g, m, v)
             torch._foreach_mul_(step, [ratios[i] for i in index])
             torch._foreach_add_(w, step, alpha=-lr)
 
     def preconditioner(self, group: dict[str, Any], state: dict[str, Any], g: Tensor) -> Tensor:
-        """D^2 for AGVM, as of AdamW: 1 / (v[t] + eps) with the updated v, before bias correction."""
-        beta2 = group["betas"][1]
-        v = torch.mul(g, g).mul_(1 - beta2)
-        if "exp_avg_sq" in state:
-            v.add_(state["exp_avg_sq"], alpha=beta2 * self.kept(int(state["step"]) + 1))
-        return v.add_(group["eps"]).reciprocal_()
+        """D^2 for AGVM, as in AdamW."""
+        return adam_preconditioner(group, state, g, self.kept(int(state.get("step", 0)) + 1))
 
 
 class PMDLAMB(LAMB):
-    """LAMB with periodical decay of its moments: every `period` steps, m and v are multiplied by `factor`.
+    """LAMB with periodic decay of its moments: every `period` steps, m and v are multiplied by `factor`.
 
-    The paper names the method (Wang et al. 2020) and not its rule, and no source at hand has it, so this is our
-    reading: after each `period` steps, before the next gradient comes in,
+    The paper names the method (Wang et al. 2020) but not its rule, and we found no source that has it. So this is our
+    reading: after each `period` steps, before the next gradient is added,
 
         m <- factor m,   v <- factor v
 
-    and bias correction divides by the weights that the moments then really hold, c[t] = beta kept[t] c[t-1] + 1 - beta
-    with kept[t] = `factor` at those steps and 1 at others, instead of 1 - beta^t, which is the same without decay. So m
-    and v stay averages of gradients, of fewer old ones: `factor` 1 is LAMB, 0 starts both anew.
+    and bias correction divides by the total weight that the gradients then have in the moments. This is
+    c[t] = beta kept[t] c[t-1] + 1 - beta with kept[t] = `factor` at those steps and 1 at others; without decay it is
+    1 - beta^t. So m and v stay averages of gradients, with less weight on old ones: `factor` 1 is LAMB, 0 starts anew.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, *, period: int, factor: float, **further: Any) -> None:
@@ -151,7 +133,7 @@ class PMDLAMB(LAMB):
 
 @lru_cache(maxsize=64)
 def _weight(beta: float, t: int, period: int, factor: float) -> float:
-    """c[t], a period at a time."""
+    """c[t], computed period by period."""
     c = 0.0
     for done in range(0, t, period):
         power = beta ** min(period, t - done)

@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum whose step on a layer is scaled by the ratio of its weights' norm to its gradient's."""
+"""LARS: SGD with momentum. The step of each layer is scaled by the norm of its weights over that of its gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.optim.layerwise import LayerwiseOptimizer, product
-from engine.optim.rule import BATCH, pieces
+from engine.optim.momentum import momentum_options, momentum_tensors
+from engine.optim.rule import BATCH, check_not_negative, pieces
 
 NORMS = ("of_sum", "sum_of")
 
@@ -44,38 +45,18 @@ class LARS(LayerwiseOptimizer):
         adapt_1d: bool = False,
         **further: Any,
     ) -> None:
-        for name, value in (
-            ("lr", lr),
-            ("momentum", momentum),
-            ("dampening", dampening),
-            ("weight_decay", weight_decay),
-            ("eps", eps),
-        ):
-            if not value >= 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
         if not isinstance(nesterov, bool):
             raise ValueError(f"nesterov must be true or false, got {nesterov!r}")
+        check_not_negative(dampening=dampening, eps=eps)
         if not trust_coefficient > 0:
             raise ValueError(f"trust_coefficient must be > 0, got {trust_coefficient}")
         if norm not in NORMS:
             raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
-        if nesterov and (momentum == 0 or dampening != 0):
-            raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-        super().__init__(
-            params,
-            dict(
-                lr=lr,
-                momentum=momentum,
-                dampening=dampening,
-                weight_decay=weight_decay,
-                nesterov=nesterov,
-                trust_coefficient=trust_coefficient,
-                eps=eps,
-                norm=norm,
-                adapt_1d=adapt_1d,
-            ),
-            **further,
+        options = momentum_options(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
         )
+        own = dict(trust_coefficient=trust_coefficient, eps=eps, norm=norm, adapt_1d=adapt_1d)
+        super().__init__(params, {**options, **own}, **further)
 
     def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
         return torch.stack([product(w, w), product(w, g), product(g, g)])
@@ -93,15 +74,10 @@ class LARS(LayerwiseOptimizer):
         return group["trust_coefficient"] * math.sqrt(ww) / below if below > 0 else 1.0
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        momentum, tensors = group["momentum"], [params, [p.grad for p in params]]
-        if momentum:
-            for p in params:
-                if self.state[p].get("momentum_buffer") is None:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            tensors.append([self.state[p]["momentum_buffer"] for p in params])
-        cut, ratios = self.by_layer(params, *tensors)
+        momentum = group["momentum"]
+        cut, ratios = self.by_layer(params, *momentum_tensors(self, group, params))
         for index, (w, g, *m) in pieces(BATCH, *cut):
-            step = torch._foreach_add(g, w, alpha=group["weight_decay"])
+            step = list(torch._foreach_add(g, w, alpha=group["weight_decay"]))
             torch._foreach_mul_(step, [ratios[i] for i in index])
             if momentum:
                 torch._foreach_mul_(m[0], momentum)

@@ -1,8 +1,8 @@
-"""The base of LARS and LAMB: rules whose step on a layer depends on norms over the whole of it.
+"""The base class of LARS and LAMB: rules whose step depends on norms over a whole layer.
 
-A layer is one parameter. Under ZeRO its pieces lie on several ranks, many layers share one flat shard, and DeepSpeed
-steps shard by shard: so the norms are gathered before the first of them, by `engine.zero`, and the step applies one ratio
-per layer to whatever pieces of layers its shards hold. Without DeepSpeed the parameters are whole and it is done here.
+A layer is one parameter. Under ZeRO its pieces lie on several ranks, a flat shard holds pieces of many layers, and
+DeepSpeed steps shard by shard. So `engine.zero` computes the norms before the first shard steps, and the step applies
+the ratio of each layer to its pieces. Without DeepSpeed the parameters are not partitioned: norms are computed here.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Segment(NamedTuple):
 
 
 class LayerwiseOptimizer(Rule):
-    """A rule gives `update`, the sums that its ratio is made of (`layer_sums`), and the ratio (`ratio`).
+    """A rule implements `update`, `layer_sums` (the sums that its ratio needs) and `ratio`.
 
-    With `adapt_1d` False the ratio of norms and biases is 1, as is customary. So it is for a layer whose norm, or whose
-    step's, is zero.
+    With `adapt_1d` False the ratio of normalisation layers and biases is 1, as is usual. It is also 1 if the norm of
+    the layer, or of its step, is zero.
     """
 
-    # Whether the sums are of the gradient as the step will see it. Otherwise they are of DeepSpeed's, and the last of
-    # them is |g|^2: the rule follows a factor on g by itself, and clipping then needs no second all-reduce.
+    # Whether the sums need the gradient as the step will see it (unscaled and clipped). If not, they use DeepSpeed's
+    # gradient as it is, the last sum is |g|^2, and `ratio` applies the scale: clipping needs no second all-reduce.
     needs_final_gradient = True
 
-    _norms: Any = None  # of engine.zero, once attached
+    _norms: Any = None  # engine.zero's LayerNorms, once attached
 
     def __init__(self, params: Any, defaults: dict[str, Any], **further: Any) -> None:
         if not isinstance(defaults["adapt_1d"], bool):
@@ -52,12 +52,12 @@ class LayerwiseOptimizer(Rule):
         self.ratios: list[float] = []
 
     def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
-        """Sums over a slice of a layer, before the step; all in fp32. `state` holds the same slice of the optimizer's
-        state, empty before the first step, and its numbers as they are."""
+        """Sums over a slice of a layer, called before the step; w and g are fp32. `state` holds the same slice of the
+        optimizer's state (numbers unchanged); it is empty before the first step."""
         raise NotImplementedError
 
     def ratio(self, group: dict[str, Any], sums: Sequence[float], scale: float) -> float:
-        """The factor on the step of a layer with these sums; the step will see `scale` times their gradient."""
+        """The factor on the step of a layer with these sums; the step will see `scale` times the gradient in them."""
         raise NotImplementedError
 
     def attach(self, engine: Any, **further: Any) -> None:
@@ -72,12 +72,12 @@ class LayerwiseOptimizer(Rule):
     def follow(
         self, layers: Sequence[tuple[int, int]], segments: Mapping[Tensor, Sequence[tuple[int, int, int]]]
     ) -> None:
-        """Which layers there are (param group, dimensions), and whose the ranges of each shard are (start, stop)."""
+        """Set the layers (param group, dimensions) and, for each shard, its segments (start, stop, layer)."""
         self.layers = [Layer(*layer) for layer in layers]
         self.segments = {shard: [Segment(*segment) for segment in own] for shard, own in segments.items()}
 
     def take_sums(self, sums: Sequence[Sequence[float]], scale: float) -> None:
-        """The sums of all layers, over all ranks, of this optimizer step."""
+        """Compute the ratios of this optimizer step from the sums of all layers over all ranks."""
         groups = [self.param_groups[layer.group] for layer in self.layers]
         self.ratios = [
             self.ratio(group, row, scale) if group["adapt_1d"] or layer.dimensions > 1 else 1.0
@@ -88,7 +88,7 @@ class LayerwiseOptimizer(Rule):
         return self._norms is not None or self._measure_whole_parameters()
 
     def _measure_whole_parameters(self) -> bool:
-        """Without DeepSpeed; False where there is nothing to do."""
+        """Compute the ratios without DeepSpeed; False if there is nothing to do."""
         owned = [(k, p) for k, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None]
         if any(id(p) not in self._whole for _, p in owned):
             if any(p.grad.any() for _, p in owned):
@@ -111,16 +111,16 @@ class LayerwiseOptimizer(Rule):
         return True
 
     def segments_of(self, shard: Tensor) -> list[Segment]:
-        """None for a shard that is all padding: ZeRO cuts a group of one element for any number of ranks."""
+        """Empty for a shard that is all padding: ZeRO partitions even a group of one element over all ranks."""
         return self.segments.get(shard, [])
 
     def by_layer(self, params: Sequence[Tensor], *aligned: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[float]]:
-        """Lists of tensors that lie like `params`, cut into their layers, and each piece's ratio."""
+        """Cut lists of tensors aligned with `params` at the borders of layers; returns the pieces and their ratios."""
         cut: list[list[Tensor]] = [[] for _ in aligned]
         ratios = []
         for p, *tensors in zip(params, *aligned):
             for segment in self.segments_of(p):
-                whole = segment.stop - segment.start == p.numel()  # in whatever memory format it has
+                whole = segment.stop - segment.start == p.numel()  # may be channels_last: no view
                 for column, tensor in zip(cut, tensors):
                     column.append(tensor if whole else tensor.view(-1)[segment.start : segment.stop])
                 ratios.append(self.ratios[segment.layer])
@@ -134,5 +134,5 @@ def flat_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """sum(a b). sum() adds pairwise and stays exact to 1e-8 in fp32; dot() adds one after the other and is not."""
+    """sum(a b). sum() adds pairwise and stays exact to 1e-8 in fp32; dot() adds one by one and does not."""
     return (a * b).sum().double()

@@ -1,7 +1,7 @@
-"""Which parameters belong to which module, and param groups that say so.
+"""Assign parameters to modules, and build param groups that name their module.
 
-AGVM has one learning-rate factor per module (backbone, neck, RPN head, ...), and a param group carries its
-module's name under `module`. There is one group per (module, weight decay): ZeRO is slow with many small groups.
+AGVM has one learning-rate factor per module (backbone, neck, RPN head, ...). A param group carries the name of its
+module under `module`. There is one group per (module, weight decay): ZeRO is slow with many small groups.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import nn
 
 from engine.zero.scalars import whole_shape
 
-# A container whose children are modules of their own: the paper's bbox head and mask head sit inside `roi_head`.
+# The children of these count as modules: the paper's bbox head and mask head are inside `roi_head`.
 CONTAINERS = ("roi_head",)
 
 
 def detector_modules(model: nn.Module) -> dict[str, list[str]]:
-    """Name -> parameter-name prefixes of an mmdet detector's modules, found from its attributes.
+    """The modules of an mmdet detector, found from its attributes: name -> prefixes of parameter names.
 
-    These are the children that own parameters; `roi_head` is replaced by its own children (`bbox_head`,
-    `mask_head`, `semantic_head`, ...), under their own names unless the detector has one of that name itself.
-    Parameters directly on the detector or on `roi_head` form a module of their attribute's name.
+    Modules are the children that own parameters. `roi_head` is replaced by its own children (`bbox_head`, `mask_head`,
+    `semantic_head`, ...), under their own names unless the detector has a child of the same name. A parameter directly
+    on the detector forms a module named after it; parameters directly on `roi_head` form the module `roi_head`.
     """
     modules: dict[str, list[str]] = {}
     outer = {name for name, _ in model.named_children()}
@@ -52,12 +52,11 @@ def module_groups(
     weight_decay: float | None = None,
     no_decay: bool | Callable[[str, nn.Parameter], bool] = False,
 ) -> list[dict[str, Any]]:
-    """Param groups, one per (module, weight decay), of the trainable parameters.
+    """Param groups of the trainable parameters, one per (module, weight decay).
 
-    `modules` maps a name to prefixes of parameter names (`neck` covers `neck` and `neck.*`); without it they are
-    found by `detector_modules`. `no_decay` gives weight decay 0 to norms and biases (True: everything with at most
-    one dimension) or to whatever a predicate (name, parameter) picks. `weight_decay` is that of the others; without
-    it, the optimizer's. A frozen parameter is left out, and a group left empty is dropped.
+    `modules` maps a name to prefixes of parameter names (`neck` covers `neck` and `neck.*`); by default
+    `detector_modules` finds them. With `no_decay` True, parameters of at most one dimension (norms, biases) get weight
+    decay 0; a predicate (name, parameter) chooses others. `weight_decay` is for the rest (default: the optimizer's).
     """
     modules = detector_modules(model) if modules is None else modules
     excluded = no_decay if callable(no_decay) else lambda name, parameter: no_decay and len(whole_shape(parameter)) <= 1
@@ -70,14 +69,22 @@ def module_groups(
             elif weight_decay is not None:
                 groups[module, plain]["weight_decay"] = weight_decay
     for name, parameter in model.named_parameters():
-        homes = [module for module, prefixes in modules.items() if any(_covers(p, name) for p in prefixes)]
-        if len(homes) != 1:
-            found = f"is in modules {homes}" if homes else f"is in none of the modules {list(modules)}"
-            raise ValueError(f"parameter {name!r} {found}: name its module, and only one, under 'modules'")
+        module = module_of(name, modules)
         if parameter.requires_grad:
-            groups[homes[0], bool(excluded(name, parameter))]["params"].append(parameter)
+            groups[module, bool(excluded(name, parameter))]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 
 
-def _covers(prefix: str, name: str) -> bool:
-    return name == prefix or name.startswith(prefix + ".") or (prefix.endswith(".") and name.startswith(prefix))
+def module_of(name: str, modules: Mapping[str, Sequence[str]]) -> str:
+    """The module whose prefixes cover a parameter; ValueError if there is none, or more than one."""
+    homes = [module for module, prefixes in modules.items() if any(covers(prefix, name) for prefix in prefixes)]
+    if len(homes) == 1:
+        return homes[0]
+    found = f"modules {', '.join(homes)}" if homes else f"none of the modules {', '.join(modules)}"
+    raise ValueError(
+        f'parameter "{name}" is in {found}: list it under exactly one name in "modules" (optimizer.params.modules)'
+    )
+
+
+def covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(prefix.rstrip(".") + ".")

@@ -1,4 +1,4 @@
-"""Param groups of a run: one per (module, weight decay, learning-rate factor), as few as ZeRO likes."""
+"""Param groups of a run: one per (module, weight decay, learning-rate factor). ZeRO is slow with many groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from engine.config.schema import ParamwiseConfig
 from engine.errors import ConfigError, nearest
 from engine.modeling.blocks import block_name
-from engine.optim.modules import detector_modules
+from engine.optim.modules import covers, detector_modules, module_of
 from engine.zero.scalars import whole_shape
 
-# Swin's tables of positions, which its authors leave without decay as they do norms (mmdet's and timm's names).
+# Swin's position tables (mmdet's and timm's names): like norms, its authors give them no weight decay.
 _POSITIONS = ("relative_position_bias_table", "absolute_pos_embed")
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -26,7 +26,7 @@ def param_groups(
     weight_decay: float,
     modules: Mapping[str, Sequence[str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups with `module`, `weight_decay`, `lr` and `base_lr`, which the schedule multiplies."""
+    """Groups with `module`, `weight_decay`, `lr`, and `base_lr`, which the schedule multiplies with its factor."""
     modules = modules or detector_modules(model)
     _check_prefixes(paramwise.lr_mult, model)
     layers = _backbone_layers(model) if paramwise.layer_decay is not None else {}
@@ -35,29 +35,23 @@ def param_groups(
     for name, parameter, owner in _named_with_owner(model):
         if not parameter.requires_grad:
             continue
-        homes = [m for m, prefixes in modules.items() if any(_below(name, prefix) for prefix in prefixes)]
-        if len(homes) != 1:
-            found = f"in modules {', '.join(homes)}" if homes else f"in none of the modules {', '.join(modules)}"
-            raise ConfigError(
-                f'parameter "{name}" is {found}: name its module, and only one, in optimizer.params.modules'
-            )
-        scale = len(whole_shape(parameter)) <= 1 and not name.endswith(
-            "bias"
-        )  # LayerScale, a temperature, a class's own norm
-        decays = (
-            paramwise.norm_decay
-            if isinstance(owner, _NORMS) or scale or name.endswith(_POSITIONS)
-            else paramwise.bias_decay
-            if name.endswith("bias")
-            else True
-        )
-        factor = max(((len(p), f) for p, f in paramwise.lr_mult.items() if _below(name, p)), default=(0, 1.0))[1]
-        if name in layers:
+        try:
+            module = module_of(name, modules)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        is_bias = name.endswith("bias")
+        is_scale = len(whole_shape(parameter)) <= 1 and not is_bias  # LayerScale, a temperature, a custom norm's weight
+        if isinstance(owner, _NORMS) or is_scale or name.endswith(_POSITIONS):
+            decays = paramwise.norm_decay
+        else:
+            decays = paramwise.bias_decay or not is_bias
+        factor = max(((len(p), f) for p, f in paramwise.lr_mult.items() if covers(p, name)), default=(0, 1.0))[1]
+        if paramwise.layer_decay is not None and name in layers:
             factor *= paramwise.layer_decay ** (depth - layers[name])
         decay = weight_decay if decays else 0.0
         group = groups.setdefault(
-            (homes[0], decay, factor),
-            {"params": [], "module": homes[0], "weight_decay": decay, "lr": lr * factor, "base_lr": lr * factor},
+            (module, decay, factor),
+            {"params": [], "module": module, "weight_decay": decay, "lr": lr * factor, "base_lr": lr * factor},
         )
         group["params"].append(parameter)
     if not groups:
@@ -65,15 +59,11 @@ def param_groups(
     return list(groups.values())
 
 
-def _below(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix.rstrip(".") + ".")
-
-
 def _named_with_owner(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:  # a shared parameter belongs where it is first met
+            if id(parameter) not in seen:  # a shared parameter belongs to the first module that has it
                 seen.add(id(parameter))
                 yield f"{prefix}.{name}" if prefix else name, parameter, module
 
@@ -81,7 +71,7 @@ def _named_with_owner(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.
 def _check_prefixes(lr_mult: Mapping[str, float], model: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
     for prefix in lr_mult:
-        if not any(_below(name, prefix) for name in names):
+        if not any(covers(prefix, name) for name in names):
             known = {name for name, _ in model.named_modules() if name}
             raise ConfigError(
                 f'optimizer.paramwise.lr_mult: no parameter begins with "{prefix}"{nearest(prefix, known)}'
@@ -89,10 +79,10 @@ def _check_prefixes(lr_mult: Mapping[str, float], model: nn.Module) -> None:
 
 
 def _backbone_layers(model: nn.Module) -> dict[str, int]:
-    """Layer number of each backbone parameter: 0 for the stem, then one for each block in the order of their making.
+    """Layer number of each backbone parameter: 0 for the stem, then the blocks in the order of their definition.
 
-    A block is what the second number of a name counts (`layer3.1`, `stages.2.blocks.5`); a parameter without one, such
-    as a norm behind a stage, belongs to the block before it.
+    A block is a name with a stage number and a block number (`layer3.1`, `stages.2.blocks.5`). A parameter in no block,
+    such as a norm after a stage, belongs to the block before it.
     """
     layers: dict[str, int] = {}
     blocks: dict[str, int] = {}

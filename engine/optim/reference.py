@@ -1,10 +1,14 @@
-"""Plain twins of AGVM+SGD and AGVM+AdamW: one process, whole gradients, no DeepSpeed, the algorithms line by line.
+"""Plain references ("twins") of AGVM+SGD and AGVM+AdamW: the algorithms line by line, in one process, without
+DeepSpeed. The sharded optimizers are tested against them.
 
-The sharded optimizers are tested against these. `step(u)` takes the gradients of all R micro-batches of the batch,
-u[j][module] being a list of tensors, one per weight of the module, with j = k N + r for rank r at micro-step k.
+`step(u)` takes the gradients of all R micro-batches of the batch. u[j][module] is a list of tensors, one per weight of
+the module; micro-batch j = k N + r is that of rank r at micro-step k.
 """
 
 from __future__ import annotations
+
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +33,15 @@ def variance(u: list[Tensor], D: Tensor, estimator: str) -> float | None:
 
 
 class Twin:
-    """What the two algorithms share: the blue lines."""
+    """Shared by all algorithms: estimate phi, then update mu (the lines printed in blue in the paper)."""
 
     def __init__(
         self,
         weights: Gradients,
+        lr: float,
         *,
+        weight_decay: float,
+        max_norm: float = 0.0,
         tau: int,
         alpha: float,
         anchor: str,
@@ -45,9 +52,13 @@ class Twin:
     ) -> None:
         self.w, self.tau, self.alpha, self.anchor, self.estimator = weights, tau, alpha, anchor, estimator
         self.clip, self.start_step, self.e = clip, start_step, ratio_eps
+        self.lr, self.decay, self.max_norm = lr, weight_decay, max_norm
         self.mu = dict.fromkeys(weights, 1.0)
         self.phi: dict[str, float] = {}
         self.t = 0
+
+    def zeros(self) -> Gradients:
+        return {i: [torch.zeros_like(w) for w in ws] for i, ws in self.w.items()}
 
     def modulate(self, u: list[Gradients], D: dict[str, Tensor]) -> None:
         if self.t <= self.start_step or self.t % self.tau:
@@ -64,17 +75,17 @@ class Twin:
 
 
 def mean(u: list[Gradients], max_norm: float = 0.0) -> tuple[Gradients, list[Gradients]]:
-    """g, and u in the same units: both shrunk alike when |g| exceeds `max_norm`."""
-    g = {i: [sum(x[i][k] for x in u) / len(u) for k in range(len(u[0][i]))] for i in u[0]}
+    """The mean gradient g, and u; both multiplied by the same factor if |g| exceeds `max_norm`."""
+    g = {i: [reduce(torch.add, (x[i][k] for x in u)) / len(u) for k in range(len(u[0][i]))] for i in u[0]}
     norm = float(torch.cat([flat(x) for x in g.values()]).norm())
     if max_norm and norm > max_norm:
-        shrink = lambda x: {i: [y * (max_norm / (norm + 1e-6)) for y in ys] for i, ys in x.items()}  # noqa: E731
-        return shrink(g), [shrink(x) for x in u]
+        factor = max_norm / (norm + 1e-6)
+        g, *u = ({i: [y * factor for y in ys] for i, ys in x.items()} for x in (g, *u))
     return g, u
 
 
 class ReferenceSGD(Twin):
-    """Algorithm 1, with torch's momentum; `dampening=momentum` is the paper's."""
+    """Algorithm 1, with torch's momentum; `dampening=momentum` gives the paper's."""
 
     def __init__(
         self,
@@ -84,12 +95,10 @@ class ReferenceSGD(Twin):
         momentum: float = 0.9,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
-        max_norm: float = 0.0,
-        **agvm,
+        **further: Any,
     ) -> None:
-        super().__init__(weights, **agvm)
-        self.lr, self.beta, self.dampening, self.decay, self.max_norm = lr, momentum, dampening, weight_decay, max_norm
-        self.m = {i: [torch.zeros_like(w) for w in ws] for i, ws in weights.items()}
+        super().__init__(weights, lr, weight_decay=weight_decay, **further)
+        self.beta, self.dampening, self.m = momentum, dampening, self.zeros()
 
     @torch.no_grad()
     def step(self, u: list[Gradients]) -> None:
@@ -103,7 +112,7 @@ class ReferenceSGD(Twin):
 
 
 class ReferenceAdamW(Twin):
-    """Algorithm 2, with torch's place of eps in the weight update."""
+    """Algorithm 2, with eps in the weight update where torch puts it."""
 
     def __init__(
         self,
@@ -113,13 +122,10 @@ class ReferenceAdamW(Twin):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        max_norm: float = 0.0,
-        **agvm,
+        **further: Any,
     ) -> None:
-        super().__init__(weights, **agvm)
-        self.lr, self.betas, self.eps, self.decay, self.max_norm = lr, betas, eps, weight_decay, max_norm
-        self.m = {i: [torch.zeros_like(w) for w in ws] for i, ws in weights.items()}
-        self.v = {i: [torch.zeros_like(w) for w in ws] for i, ws in weights.items()}
+        super().__init__(weights, lr, weight_decay=weight_decay, **further)
+        self.betas, self.eps, self.m, self.v = betas, eps, self.zeros(), self.zeros()
 
     @torch.no_grad()
     def step(self, u: list[Gradients]) -> None:

@@ -1,9 +1,11 @@
-"""Plain twins of LARS, LAMB and PMD-LAMB, with AGVM or without: one process, whole gradients, no DeepSpeed.
+"""Plain references of LARS, LAMB and PMD-LAMB, with or without AGVM: in one process, without DeepSpeed.
 
-As in `reference.py`, whose blue lines they share; without AGVM, tau lies beyond the run.
+AGVM is that of `reference.py`; without it, tau is longer than the run.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,22 +21,17 @@ class LayerwiseTwin(Twin):
         weights: Gradients,
         lr: float,
         *,
-        weight_decay: float,
-        max_norm: float = 0.0,
         adapt_1d: bool = False,
         tau: int = NEVER,
         alpha: float = 0.97,
         anchor: str = "backbone",
-        **agvm,
+        **further: Any,
     ) -> None:
-        super().__init__(weights, tau=tau, alpha=alpha, anchor=anchor, **agvm)
-        self.lr, self.decay, self.max_norm, self.adapt_1d = lr, weight_decay, max_norm, adapt_1d
+        super().__init__(weights, lr, tau=tau, alpha=alpha, anchor=anchor, **further)
+        self.adapt_1d = adapt_1d
 
     def adapts(self, w: Tensor) -> bool:
         return self.adapt_1d or w.dim() > 1
-
-    def zeros(self) -> Gradients:
-        return {i: [torch.zeros_like(w) for w in ws] for i, ws in self.w.items()}
 
 
 class ReferenceLARS(LayerwiseTwin):
@@ -50,7 +47,7 @@ class ReferenceLARS(LayerwiseTwin):
         eps: float = 1e-8,
         norm: str = "of_sum",
         weight_decay: float = 0.0,
-        **further,
+        **further: Any,
     ) -> None:
         super().__init__(weights, lr, weight_decay=weight_decay, **further)
         self.beta, self.dampening, self.nesterov = momentum, dampening, nesterov
@@ -82,7 +79,7 @@ class ReferenceLAMB(LayerwiseTwin):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         clamp: tuple[float, float] | None = None,
-        **further,
+        **further: Any,
     ) -> None:
         super().__init__(weights, lr, weight_decay=weight_decay, **further)
         self.betas, self.eps, self.clamp = betas, eps, clamp
@@ -113,7 +110,7 @@ class ReferenceLAMB(LayerwiseTwin):
 
 
 class ReferencePMDLAMB(ReferenceLAMB):
-    def __init__(self, weights: Gradients, lr: float, *, period: int, factor: float, **further) -> None:
+    def __init__(self, weights: Gradients, lr: float, *, period: int, factor: float, **further: Any) -> None:
         super().__init__(weights, lr, **further)
         self.period, self.factor = period, factor
 

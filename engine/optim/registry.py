@@ -1,7 +1,7 @@
-"""The optimizers by name, and from the JSON's optimizer block to one of them.
+"""All optimizers by name, and how one is built from the JSON's optimizer block.
 
-A new optimizer is one file with a subclass of `Rule` and one line in `OURS`. What others ask of it (whether it is
-modulated, which sums it needs, how much state it keeps) they ask of its class.
+A new optimizer is one file with a subclass of `Rule`, and one name in `OURS`. Whether it is modulated, how many sums it
+needs and how much state it keeps is read from its class.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.optim.rule import Rule
 OURS: dict[str, type[Rule]] = {
     rule.__name__: rule for rule in (AGVMAdamW, AGVMSGD, AGVMLAMB, AGVMLARS, LAMB, LARS, PMDLAMB)
 }
-# ZeRO hands an optimizer flat pieces of many parameters: a rule that looks at whole matrices or calls back is wrong there.
+# Under ZeRO an optimizer gets flat pieces of many parameters. These need whole matrices, sparse gradients or a closure.
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer")
 
 
 def find_rule(name: str) -> type[torch.optim.Optimizer]:
-    """The optimizer's class; ConfigError where there is none of this name that works on flat shards."""
+    """The class of an optimizer; ConfigError if there is none of this name that works on flat shards."""
     if name in OURS:
         return OURS[name]
     known = [
@@ -52,17 +52,19 @@ def is_modulated(name: str) -> bool:
 
 
 def sums_per_layer(name: str) -> int:
-    """How many sums a layer-wise rule needs of every layer before a step; 0 for the others."""
+    """How many sums over each layer the optimizer needs before a step; 0 unless it is layer-wise."""
     return OURS[name].sums_per_layer if name in OURS else 0
 
 
 def count_moments(config: OptimizerConfig) -> int:
-    """How many tensors of a parameter's size the optimizer keeps: those that one step on two numbers leaves."""
+    """How many tensors of a parameter's size the optimizer keeps, found by one step on a parameter of two numbers."""
     parameter = nn.Parameter(torch.zeros(2, device="cpu"))
     parameter.grad = torch.ones(2, device="cpu")
     model = nn.ParameterDict({"backbone": parameter})
     optimizer = build_optimizer(
-        config.model_copy(update={"paramwise": type(config.paramwise)(), "params": _without_modules(config.params)}),
+        config.model_copy(
+            update={"paramwise": type(config.paramwise).model_validate({}), "params": _without_modules(config.params)}
+        ),
         model,
         warmup_steps=0,
     )
@@ -91,23 +93,23 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
         )
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
     if modulated:
-        options.pop("bucket_size", None)  # a setting of `attach`, not of the rule
+        options.pop("bucket_size", None)  # an argument of `attach`, not of the rule
         if options.setdefault("start_step", "warmup") == "warmup":
             options["start_step"] = warmup_steps
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return rule(groups, **options)
-    except (IndexError, OverflowError, TypeError, ValueError) as error:  # torch indexes `betas` before it looks at them
+    except (IndexError, OverflowError, TypeError, ValueError) as error:  # torch indexes `betas` before it checks them
         raise ConfigError(f"optimizer {config.type} does not take these params ({error})") from None
 
 
 def _default(rule: Any, option: str, otherwise: float) -> float:
-    # A rule that only adds to another passes the other's options on.
+    # A subclass may pass options on to its base class.
     found = [inspect.signature(kind.__init__).parameters.get(option) for kind in rule.__mro__]
     return next((p.default for p in found if p is not None and p.default is not inspect.Parameter.empty), otherwise)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Every group's lr is its base times the schedule's factor, whichever group ZeRO has made of it."""
+    """Set the lr of every group to its base_lr times the schedule's factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor

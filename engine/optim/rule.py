@@ -1,26 +1,30 @@
-"""What every update rule of ours shares: the loop over param groups, and its work in small batches."""
+"""The base class of all our update rules: the loop over param groups, and updates in small batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BATCH = 1 << 22
+BATCH = 1 << 22  # elements
 
 
 class Rule(torch.optim.Optimizer):
-    """A rule gives `update`. Classes between it and a rule add what they need around these methods: each calls
-    `super()`, so that a rule of layers and AGVM's modulator meet in one class without knowing each other."""
+    """A rule implements `update`.
 
-    modulated = False  # whether AGVM's factors are on the learning rate
-    sums_per_layer = 0  # numbers that the rule needs of every whole layer before a step
+    The base classes in between (`LayerwiseOptimizer`, `AGVMOptimizer`) extend the other methods and always call
+    `super()`. So a rule can inherit from both, and neither knows the other.
+    """
+
+    modulated = False  # whether AGVM's factors multiply the learning rate
+    sums_per_layer = 0  # how many sums over a whole layer the rule needs before a step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        # Under ZeRO this runs once per param group or sub-group of an iteration, so it counts and measures nothing.
+    def step(self, closure: Any = None) -> Any:
+        # Under ZeRO this runs once per param group or sub-group, so several times per optimizer step.
+        # Therefore it counts and measures nothing.
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -32,7 +36,7 @@ class Rule(torch.optim.Optimizer):
         return loss
 
     def begin(self) -> bool:
-        """What has to be known before the first group steps; False where there is nothing to do."""
+        """Called before the first group steps; False if there is nothing to do."""
         return True
 
     def rate(self, group: dict[str, Any]) -> float:
@@ -40,34 +44,30 @@ class Rule(torch.optim.Optimizer):
         return group["lr"]
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        """One step on `params` (all with gradients) at learning rate `lr`."""
+        """One step on `params`, which all have gradients, at learning rate `lr`."""
         raise NotImplementedError
 
     def attach(self, engine: Any) -> None:
-        """Follow a DeepSpeed engine from here on; call it once, right after `deepspeed.initialize`."""
+        """Connect to a DeepSpeed engine; call it once, right after `deepspeed.initialize`."""
 
     def detach(self) -> None:
-        """Follow it no longer."""
+        """Disconnect from the engine."""
 
 
-def count_adam_step(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """The state of each parameter, with Adam's moments made where there are none yet, and its step counted."""
-    states = [optimizer.state[p] for p in params]
-    for p, state in zip(params, states):
-        if len(state) == 0:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        # A Python int: DeepSpeed 0.19.8's universal ZeRO-3 load shares one `step` tensor between all sub-groups,
-        # which would then count once for each of them.
-        state["step"] = int(state["step"]) + 1
-    return states
+def check_not_negative(**options: float) -> None:
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be >= 0, got {value}")
+
+
+def gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
 
 
 def pieces(limit: int, *tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
-    """Cut aligned lists of tensors into batches of about `limit` elements: which tensors, and their pieces.
+    """Cut aligned lists of tensors into batches of about `limit` elements; yields their indices and their pieces.
 
-    A rule works batch by batch, so that its temporaries stay small: ZeRO hands it shards of gigabytes.
+    A rule works batch by batch to keep its temporaries small: under ZeRO a shard can have gigabytes.
     """
     index: list[int] = []
     batch: list[list[Tensor]] = [[] for _ in tensors]

@@ -1,13 +1,13 @@
-"""Sharpness-aware minimisation over any optimizer: two passes over the micro-batches of an optimizer step.
+"""Sharpness-aware minimisation with any optimizer: two passes over the micro-batches of an optimizer step.
 
-    e = rho g / |g|       g the gradient of the whole batch at w, |g| over all parameters and ranks
+    e = rho g / |g|       g is the gradient of the whole batch at w, |g| its norm over all parameters and ranks
     the optimizer's step at w, with the gradient at w + e
 
-The climb to w + e is a step of DeepSpeed's own wrapper in which the optimizer adds e instead of its update: so gradients
-are unscaled, weights gathered and gradients cleared as in any step, at every stage and precision. The master weights are
-copied before it and copied back before the real step, to the bit; that costs one more copy of this rank's share of them
-(4 bytes a parameter, divided by the ranks at stages 1 to 3). The working weights follow in the real step, which gathers
-them anyway.
+The move from w to w + e is a step of DeepSpeed's own wrapper in which the optimizer adds e instead of its update. So
+gradients are unscaled, weights gathered and gradients cleared as in any step, at every stage and precision. The master
+weights are copied before the move and copied back, exactly, before the real step: one more copy of this rank's share of
+them (4 bytes per parameter, divided by the number of ranks at stages 1 to 3). The model's own weights are updated by
+the real step, which gathers them anyway.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from engine.zero.support import refuse_unsupported
 
 
 class SharpnessAware:
-    """`keep` before each micro-batch of the first pass, `step` after its backward, in the place of the engine's.
+    """Call `keep` before each micro-batch of the first pass, and `step` after its backward instead of the engine's.
 
-    Both passes see the same samples, augmented once. What a forward pass leaves in buffers, such as batch-norm
-    statistics, is that of the first pass. AGVM measures in the second pass, whose gradient is the step's.
+    Both passes see the same samples, augmented once. Buffers, such as batch-norm statistics, keep their values of the
+    first pass. AGVM measures in the second pass, whose gradient the step uses.
     """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, layout: Layout, rho: float) -> None:
@@ -36,14 +36,14 @@ class SharpnessAware:
         self._batches: list[Any] = []
 
     def keep(self, batch: Any) -> Any:
-        """Keep a micro-batch for the second pass; go forward with what this returns: a model may change its input."""
+        """Keep a micro-batch for the second pass. Returns a copy for the forward pass: a model may change its input."""
         self._measure_variance(False)
         self._batches.append(batch)
         return copy.deepcopy(batch)
 
     def step(self, again: Callable[[int, Any], int]) -> int:
-        """Count a micro-step; behind the last one climb, call `again` with each micro-batch's number and itself, and
-        let the optimizer step. What `again` returns is added up."""
+        """Count a micro-step. After the last one: move to w + e, call `again` with the number and the content of each
+        micro-batch, and let the optimizer step. Returns the sum of its results."""
         engine, total = self.engine, 0
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
@@ -63,7 +63,7 @@ class SharpnessAware:
                         buffer.copy_(before)
             engine.step()
         self._batches = []
-        if not engine.was_step_applied():  # an overflow: the working weights are still at w + e
+        if not engine.was_step_applied():  # an overflow: the model's weights are still at w + e
             self.layout.publish()
         return total
 
@@ -73,9 +73,9 @@ class SharpnessAware:
 
     @torch.no_grad()
     def _climb(self) -> None:
-        """w to w + e, and the first pass's gradients forgotten. One not finite, or zero, leaves w where it is."""
+        """Move w to w + e and clear the gradients. A gradient that is zero or not finite leaves w where it is."""
         norm = self.layout.gradient_norm()
-        length = norm * self.layout.factors(norm)[0]  # in the units of the step
+        length = norm * self.layout.factors(norm)[0]  # of the unscaled gradient
         alpha = self.rho / length if 0 < length < float("inf") else None
 
         def climb() -> None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the optimizer step: nothing to save, nothing to resume.
+"""Learning-rate schedules as pure functions of the optimizer step, so that a checkpoint need not store them.
 
 `factor(t)` multiplies every group's base learning rate at optimizer step t = 0, 1, ..., steps - 1.
 """
@@ -37,20 +37,22 @@ class Schedule:
             return config.gamma ** sum(step >= milestone for milestone in self.milestones)
         if config.decay == "constant":
             return 1.0
-        share = min(step / self.steps, 1.0)  # over the whole run, as the paper writes poly: 1 - iter / max_iter
+        share = min(
+            step / self.steps, 1.0
+        )  # of the whole run with warm-up, as in the paper's poly: 1 - iter / max_iter
         curve = (1 - share) ** config.power if config.decay == "poly" else (1 + math.cos(math.pi * share)) / 2
         return config.min_factor + (1 - config.min_factor) * curve
 
 
 def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
-    steps = config.steps if config.steps is not None else max(1, round(config.epochs * steps_per_epoch))
+    steps = config.steps or max(1, round((config.epochs or 0) * steps_per_epoch))  # the config has one of the two
     if config.warmup_steps is not None:
         warmup = config.warmup_steps
     else:
         warmup = round((config.warmup_epochs or 0) * steps_per_epoch)
     if warmup > steps:
         raise ConfigError(f"the warm-up of {warmup} steps is longer than the run of {steps} steps: shorten it")
-    # A milestone below 1 is a share of the run (so one line fits every length), from 1 on an epoch as mmdet counts.
+    # A milestone below 1 is a share of the run, so that it fits every length; from 1 on it is an epoch, as in mmdet.
     milestones = tuple(sorted(round(m * steps) if m < 1 else round(m * steps_per_epoch) for m in config.milestones))
     return Schedule(
         steps=steps, steps_per_epoch=steps_per_epoch, warmup_steps=warmup, milestones=milestones, config=config

@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps the shards, a second gradient beside its own, and sums over whole layers.
+"""All code that depends on DeepSpeed's internals: where it keeps shards, AGVM's second gradient, sums over layers.
 
-No update rule is known here. Nothing outside this package touches DeepSpeed's insides.
+Nothing here depends on the update rule. Nothing outside this package touches DeepSpeed's internals.
 """

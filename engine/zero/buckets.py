@@ -1,9 +1,9 @@
-"""How gradients travel to their owners: a fixed plan of buckets.
+"""A fixed plan of buckets, by which gradients are reduced to the ranks that own them.
 
-A bucket holds pieces of several parameters, arranged by owner, so that reducing each owner's segment to it (or one
-reduce-scatter, where the segments are equal) leaves every rank with exactly its own ranges. A parameter larger than
-a bucket is spread over several. Every rank makes the same plan; what a rank receives is laid out in bucket order in
-its companion partition, and `spans` says which piece of which fragment lies where.
+A bucket holds pieces of several parameters, sorted by owner: one segment per owner. Each segment is reduced to its
+owner (or one reduce-scatter does it, if all segments have the same size), so that every rank gets exactly its own
+ranges. A parameter larger than a bucket is split over several. Every rank makes the same plan. A rank stores what it
+receives in its companion partition, bucket after bucket; `spans` says which piece of which fragment is where.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.zero.geometry import Chunks, Geometry
 
 
 class Block(NamedTuple):
-    """rows x width elements of a flattened parameter, and where they go in the bucket."""
+    """A block of rows x width elements: where it is in the flattened parameter and where in the bucket."""
 
     rows: int
     width: int
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements [start, stop) of this rank's fragment, found at `home` of the companion partition."""
+    """Elements [start, stop) of a fragment of this rank; they begin at `home` in the companion partition."""
 
     fragment: int
     start: int
@@ -64,9 +64,12 @@ class Plan:
 def make_plan(geometry: Geometry, order: Sequence[int], bucket_size: int) -> Plan:
     """Buckets of at most `bucket_size` elements for the parameters `order`, in that order."""
     fragment_of = {(f.param, f.start): k for k, f in enumerate(geometry.fragments)}
-    build = _even if isinstance(geometry, Chunks) else _contiguous
     plan = Plan([], [], 0, {})
-    for bucket, spans in build(geometry, order, bucket_size, fragment_of):
+    if isinstance(geometry, Chunks):
+        buckets = _even(geometry, order, bucket_size, fragment_of)
+    else:
+        buckets = _contiguous(geometry, order, bucket_size, fragment_of)
+    for bucket, spans in buckets:
         bucket.home = plan.numel
         plan.spans += [span._replace(home=plan.numel + span.home) for span in spans]
         plan.numel += sum(length for rank, _, length in bucket.segments if rank == geometry.rank)
@@ -92,7 +95,7 @@ def _fit(sizes: Sequence[tuple], capacity: int) -> Iterator[list[tuple]]:
 
 
 def _even(geometry: Chunks, order: Sequence[int], bucket_size: int, fragment_of: dict) -> Iterator:
-    # A bucket is a matrix of N rows; one row more is the reduce-scatter's output, where one is used.
+    # A bucket is a matrix with one row per rank; a reduce-scatter needs one more row for its output.
     columns = max(1, bucket_size // (geometry.world + (geometry.world > 1)))
     for batch in _fit([(i, 0, geometry.chunk(i)) for i in order], columns):
         width = sum(stop - start for _, start, stop in batch)

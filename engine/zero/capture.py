@@ -1,12 +1,13 @@
-"""Tensor hooks that take each micro-batch's gradient, in windows only, and what they fill.
+"""Tensor hooks that capture the gradient of each micro-batch in AGVM's windows.
 
-A tensor hook on a parameter fires before gradient accumulation, so it sees the raw local gradient u / K (DeepSpeed
-divides the loss by K) at every stage. Outside a window it returns at once.
+A tensor hook on a parameter fires before gradient accumulation. So at every stage it sees the raw local gradient u / K
+(DeepSpeed divides the loss by K). Outside a window it returns at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from engine.zero.layout import Layout, squared_norm
 
 
 class Capture:
-    """Micro-gradients of one window.
+    """The micro-batch gradients of one window.
 
-    `kind` says what is kept of them: `signed` and `squared` a reduced vector, `norms` one squared norm per parameter.
-    Micro-batch j = k N + r is computed by rank r at micro-step k, its half is the parity of j, and its sign
-    s[j] = R / (2 n1) or -R / (2 n2), so that  d = (1/R) sum s[j] u[j].
+    `kind` says what is kept: `signed` and `squared` keep a reduced vector, `norms` one squared norm per parameter.
+    Rank r computes micro-batch j = k N + r at micro-step k. Even j form the first half and have the sign
+    s[j] = R / (2 n1), odd j the second half with s[j] = -R / (2 n2), so that  d = (1/R) sum s[j] u[j].
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Capture:
         self.device, self.dtype, self.in_window = device, dtype, in_window
         self.R = layout.world * accumulation
         self.once = reduced_once(kind, keeps_local=layout.keeps_local, world=layout.world, accumulation=accumulation)
-        # Backward runs roughly against the order of definition; the first backward teaches the real order.
+        # Until the first backward shows the real order: backward runs roughly in reverse order of definition.
         self.fires: dict[int, int] = {}
         self.plan = make_plan(layout.geometry, range(len(layout.params))[::-1], bucket_size)
         self.trace: list[int] | None = []
@@ -62,7 +63,7 @@ class Capture:
         return hook
 
     def close(self) -> None:
-        """Forget the window and free its memory."""
+        """End the window and free its memory."""
         self.micro = 0
         self.fired = [0] * len(self.layout.params)
         self.fired_now: set[int] = set()
@@ -74,14 +75,14 @@ class Capture:
 
     def _open(self) -> None:
         self.is_open = True
-        options = dict(dtype=self.dtype, device=self.device, once=self.once or self.K == 1)
+        lane = partial(Lane, self.plan, dtype=self.dtype, device=self.device, once=self.once or self.K == 1)
         if self.kind == "norms":
             self.norms = torch.zeros(len(self.layout.params), dtype=torch.float64, device=self.device)
         else:
-            self.lane = Lane(self.plan, squared=self.kind == "squared", **options)
+            self.lane = lane(squared=self.kind == "squared")
         if self.checking:
-            self.plain = Lane(self.plan, squared=False, **options)
-        lanes = [lane for lane in (self.lane, self.plain) if lane is not None]
+            self.plain = lane(squared=False)
+        lanes = [x for x in (self.lane, self.plain) if x is not None]
         self.companion = Companion(self.layout.geometry, self.plan, self.group, lanes, self.fires) if lanes else None
 
     def sign(self, micro_step: int) -> float:
@@ -91,7 +92,7 @@ class Capture:
         return self.R / (2 * n1) if even else -self.R / (2 * n2)
 
     def weights(self) -> list[float]:
-        """Of each lane. u arrives divided by K: d wants s/N of it, and Q, the mean of u^2, K/N of its square."""
+        """One weight per lane. Hooks see x = u / K: d is the sum of s/N x, and Q, the mean of u^2, that of K/N x^2."""
         N = self.layout.world
         weight = self.K / N if self.kind == "squared" else self.sign(self.micro) / N
         return [weight] * (self.lane is not None) + [1 / N] * (self.plain is not None)
@@ -103,7 +104,7 @@ class Capture:
         self.fired[i] += 1
         self.fired_now.add(i)
         if self.norms is not None:
-            # Reentrant checkpointing can deliver a gradient in parts, whose squared norms do not add up.
+            # Reentrant checkpointing can deliver a gradient in parts, and squared norms of parts do not add up.
             self.broken |= again
             self.norms[i] += squared_norm(gradient)
         if self.once and self.micro < self.K - 1:
@@ -113,7 +114,7 @@ class Capture:
             self.companion.put(i, self.weights(), *([gradient] if earlier is None else [earlier, gradient]))
 
     def end_micro_step(self) -> None:
-        """The backward of a micro-step is over (before DeepSpeed reduces what it has accumulated)."""
+        """Call it when the backward of a micro-step is over, before DeepSpeed reduces what it has accumulated."""
         if self.trace:
             self.traced, self.trace = self.trace, None
         if not self.in_window():
@@ -131,10 +132,8 @@ class Capture:
         self.fired_now = set()
 
     def finish(self, norm_squared: Tensor) -> tuple[list[bool], float, str | None]:
-        """At the step: which parameters got a gradient on some rank, |g|, and why the window cannot be used, if so.
-
-        One all-reduce of flags and norm, and one more reduction if a gradient came out of order.
-        """
+        """Before the optimizer step: which parameters got a gradient on any rank, |g|, and the reason if the window
+        cannot be used. One all-reduce of flags and norm, and one more reduction if a gradient came out of order."""
         n, companion = len(self.layout.params), self.companion
         late = set().union(*(lane.late for lane in companion.lanes)) if companion is not None else set()
         flags = torch.zeros(2 * n + 3, dtype=torch.float64)
@@ -161,11 +160,11 @@ class Capture:
         return tensor
 
     def agree_on_order(self) -> None:
-        """Once, after the first backward: plan the buckets in the order in which rank 0's gradients came."""
+        """Once, after the first backward: plan the buckets in the order in which gradients came on rank 0."""
         if self.traced is None:
             return
         n = len(self.layout.params)
-        # Last place of each parameter (gradients that never came go to the end), and how often it fired.
+        # For each parameter: when its last gradient came (those without one go to the end), and how many came.
         order = torch.full((2, n), len(self.traced), dtype=torch.int64)
         order[1] = 0
         for place, i in enumerate(self.traced):

@@ -1,4 +1,4 @@
-"""One file of a checkpoint: written with its checksum and synced to disk; read without pickled code."""
+"""Checkpoint files: written with a checksum and synced to disk; read without running pickled code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FileRecord(NamedTuple):
 
 
 class _CheckedFile:
-    """A file that sums what is written to it, so that the checksum is of the bytes meant and costs no second reading."""
+    """A file that computes the checksum while it is written: of the intended bytes, and without reading them again."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.size, self.crc32 = file, 0, 0
@@ -30,7 +30,7 @@ class _CheckedFile:
         data = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(data, self.crc32)
         self.size += len(data)
-        # An unbuffered file may take less than it is given.
+        # An unbuffered file may write fewer bytes than it was given.
         rest = data
         while len(rest):
             rest = rest[self.file.write(rest) :]
@@ -41,12 +41,12 @@ class _CheckedFile:
 
 
 def write_file(path: Path, content: Any) -> FileRecord:
-    """Write with torch.save, through to the disk; OSError where that fails."""
+    """Write with torch.save and sync to disk; OSError if that fails."""
     with open(path, "wb", buffering=0) as file:
-        checked = _CheckedFile(file)
+        checked: Any = _CheckedFile(file)
         try:
             torch.save(content, checked)
-        except RuntimeError as error:  # torch's zip writer covers an OSError of the file with one of its own
+        except RuntimeError as error:  # torch's zip writer hides an OSError of the file behind its own error
             cause = error.__cause__ or error.__context__
             raise cause if isinstance(cause, OSError) else OSError(0, first_line(error)) from None
         os.fsync(file.fileno())
@@ -62,7 +62,7 @@ def checksum(path: Path) -> FileRecord:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, not only the files."""
+    """Sync the names in a folder to disk, not only the files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -71,7 +71,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_file(path: Path) -> Any:
-    """The content of a file of ours or DeepSpeed's, mapped into memory instead of read; pickled code is refused."""
+    """The content of a file of ours or DeepSpeed's, memory-mapped; pickled code is refused."""
     try:
         with torch.serialization.safe_globals(_deepspeed_classes()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -84,7 +84,7 @@ def read_file(path: Path) -> Any:
 
 
 def _deepspeed_classes() -> list[Any]:
-    """What DeepSpeed 0.19.8 pickles into its files beside plain data: records with attributes and no code of their own."""
+    """The classes that DeepSpeed 0.19.8 pickles into its files: records with attributes only, no code."""
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

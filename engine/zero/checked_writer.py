@@ -1,4 +1,4 @@
-"""Let DeepSpeed write its checkpoint files through us: with checksums, and without leaving a rank alone in a collective."""
+"""Let DeepSpeed write its checkpoint files with our checksums, and without a rank stuck in a collective on failure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.zero.checked_files import FileRecord, read_file, write_file
 
 
 class CheckedWriter(CheckpointEngine):
-    """Remembers what this rank wrote, and the first failure instead of raising it: the other ranks are waiting in
-    DeepSpeed's barriers, and all can only give up together once they are through."""
+    """Records what this rank wrote, and its first failure. It does not raise: the other ranks wait in DeepSpeed's
+    barriers, so all ranks give up together after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class CheckedWriter(CheckpointEngine):
 
 
 def save_with(engine: Any, folder: Path, client_state: dict[str, Any]) -> CheckedWriter:
-    """Save DeepSpeed's own files of this rank to a folder; the writer knows what was written and what failed."""
+    """Save DeepSpeed's own files of this rank to a folder; the returned writer knows what was written or failed."""
     writer = CheckedWriter()
     engine.checkpoint_engine = writer
-    engine._copy_recovery_script = lambda _: None  # launch/export.py does that, and a full disk would raise here
+    engine._copy_recovery_script = lambda _: None  # launch/export.py replaces it, and a full disk would raise here
     engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=client_state, save_latest=False)
     return writer

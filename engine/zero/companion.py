@@ -1,19 +1,20 @@
-"""A second gradient, reduced beside DeepSpeed's own: the signed one, the squared one, or a plain copy.
+"""The companion: a second gradient (signed, squared, or a plain copy), reduced in addition to DeepSpeed's own.
 
-Micro-gradients fill two fixed buckets in turn. A full bucket is reduced to its owners asynchronously, in a process
-group of its own, while backward fills the other; what this rank owns is added to its companion partition. So the
-memory is one partition plus two buckets, whatever the model's size.
+Micro-batch gradients fill two fixed buffers in turn, one bucket each. A full bucket is reduced to its owners
+asynchronously, in a separate process group, while backward fills the other buffer. What this rank owns is added to its
+companion partition. So the memory is one partition plus two buckets, for a model of any size.
 
-The order of collectives is fixed by the plan, whatever the order in which gradients come: a bucket leaves only after
-the ones before it, and at the latest when a gradient for the second bucket after it needs its buffer. What had not
-come by then counts as zero. Should it come later in the same backward, it is kept and reduced at the end of the step
-(`reduce_late`), which happens only when a graph runs in another order than the one the plan was made from. Two ranks
-cannot wait for each other: one that waits for bucket k has launched it, and so all that another may be waiting for.
+The plan fixes the order of collectives, in whatever order gradients come. A bucket is launched only after those before
+it, and at the latest when a gradient for the second bucket after it needs its buffer. A gradient missing by then counts
+as zero. If it comes later in the same backward, it is kept and reduced at the end of the step (`reduce_late`). This
+happens only if a graph runs in another order than the one the plan was made from. There is no deadlock: a rank that
+waits for a bucket has launched it and all before it, so the rank that waits for the earliest one can always proceed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,15 +26,15 @@ from engine.zero.geometry import Geometry
 
 
 class Lane:
-    """One vector: sum over ranks and micro-steps of weight * f(u), f being u or u^2."""
+    """One vector: the sum over ranks and micro-steps of weight * f(u), where f(u) is u or u^2."""
 
     def __init__(
         self, plan: Plan, *, squared: bool, dtype: torch.dtype, device: torch.device, once: bool = False
     ) -> None:
         self.squared = squared
-        # Squares of 16-bit gradients would leave their range.
+        # Squares of 16-bit gradients would overflow or underflow.
         dtype = torch.float32 if squared else dtype
-        # What is reduced once (`once`) loses nothing in the type it came in; sums over micro-steps want fp32.
+        # A single reduction (`once`) needs no more than the gradients' type; sums over micro-steps need fp32.
         self.partition = torch.zeros(plan.numel, dtype=dtype if once else torch.float32, device=device)
         size = max((bucket.numel for bucket in plan.buckets), default=0)
         self.buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
@@ -42,7 +43,7 @@ class Lane:
 
 
 class Companion:
-    """Lanes that travel together, bucket by bucket, on the owners of u."""
+    """Lanes that are reduced together, bucket by bucket, to the ranks that own the parameters."""
 
     def __init__(
         self, geometry: Geometry, plan: Plan, group: Any, lanes: Sequence[Lane], fires: dict[int, int]
@@ -55,7 +56,7 @@ class Companion:
                 lane.outputs = [buffer.new_empty(buffer.numel() // geometry.world) for buffer in lane.buffers]
         self.flying: list[tuple[int, list[Any]] | None] = [None, None]
         self.broken = False
-        self.turn = 0  # buckets launched before this micro-step, which decides the buffer of the next
+        self.turn = 0  # buckets launched before this micro-step: buffers alternate over all of them
         self._begin()
 
     def _begin(self) -> None:
@@ -64,7 +65,7 @@ class Companion:
         self.came: list[dict[int, int]] = [{} for _ in self.plan.buckets]
 
     def put(self, i: int, weights: Sequence[float], *parts: Tensor) -> None:
-        """Take the sum of `parts`, a gradient of parameter i at this micro-step; one weight per lane."""
+        """Add the sum of `parts`, a gradient of parameter i at this micro-step; one weight per lane."""
         homes = self.plan.buckets_of[i]
         if homes[0] < self.next:
             return self._put_late(i, weights, *parts)
@@ -87,9 +88,9 @@ class Companion:
             self._launch(weights)
 
     def _put_late(self, i: int, weights: Sequence[float], *parts: Tensor) -> None:
-        total = sum(part.detach().float() for part in parts).reshape(-1)
+        total = reduce(torch.add, (part.detach().float() for part in parts)).reshape(-1)
         for lane, weight in zip(self.lanes, weights):
-            # If a first part of this micro-batch's gradient has left already, (x + y)^2 can no longer be formed.
+            # If a first part x of this micro-batch's gradient has been sent already, (x + y)^2 cannot be computed.
             self.broken |= lane.squared and any(i in came for came in self.came)
             share = (total.square() if lane.squared else total) * weight
             lane.late[i] = lane.late[i] + share if i in lane.late else share
@@ -113,7 +114,7 @@ class Companion:
                 if i not in self.came[b]:
                     for block in blocks:
                         block.write(buffer).zero_()
-            if lane.squared:  # the square of the sum of its parts, so not before they are all here
+            if lane.squared:  # only now: it is the square of the sum of all parts
                 buffer.square_().mul_(weight)
             works += self._reduce(bucket.segments, buffer, lane.outputs[slot] if self.scatter else None)
         self.flying[slot] = (b, works)
@@ -130,11 +131,11 @@ class Companion:
         ]
 
     def _land(self, slot: int) -> None:
-        """Wait for the bucket in a buffer and add what is ours to the partition."""
-        if self.flying[slot] is None:
+        """Wait for the bucket in a buffer and add what this rank owns to its partition."""
+        flying, self.flying[slot] = self.flying[slot], None
+        if flying is None:
             return
-        b, works = self.flying[slot]
-        self.flying[slot] = None
+        b, works = flying
         for work in works:
             work.wait()
         bucket = self.plan.buckets[b]
@@ -145,21 +146,21 @@ class Companion:
                     lane.partition[bucket.home : bucket.home + length].add_(got)
 
     def end_micro_step(self, weights: Sequence[float]) -> None:
-        """Send what is left of this micro-step; a gradient that has not come is zero."""
+        """Launch the remaining buckets of this micro-step; a gradient that has not come counts as zero."""
         while self.next < len(self.plan.buckets):
             self._launch(weights)
         self.turn += len(self.plan.buckets)
         self._begin()
 
     def finish(self) -> None:
-        """Wait for everything and let the buckets go."""
+        """Wait for all buckets and free the buffers."""
         self._land(0)
         self._land(1)
         for lane in self.lanes:
             lane.buffers, lane.outputs = [], []
 
     def reduce_late(self, late: list[int], bucket_size: int) -> None:
-        """Reduce the parameters whose gradient came too late on some rank, and add them in."""
+        """Reduce the parameters whose gradient came too late on some rank, and add them to the partition."""
         if not late:
             return
         plan = make_plan(self.geometry, late, bucket_size)
@@ -184,7 +185,7 @@ class Companion:
 
 
 def _place(source: Tensor, target: Tensor, weight: float, *, first: bool) -> None:
-    """target = weight * source, or that much more of it."""
+    """target = weight * source if it is the first, otherwise target += weight * source."""
     if not first:
         target.add_(source, alpha=weight)
     elif source.dtype == target.dtype:

@@ -1,16 +1,16 @@
-"""Every trainable parameter gets a gradient in every micro-step, in the same order, on every rank.
+"""Give every trainable parameter a gradient in every micro-step, in the same order on every rank.
 
-DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive and takes for granted that all ranks do so
-alike: a parameter without a gradient on *some* ranks (a head that saw no object) mixes up the buckets of ZeRO-1/2 or
-hangs ZeRO-3, and one without a gradient on *any* rank is skipped by torch at stage 0, counted as zero at stages 1
-and 2, and updated with the previous step's gradient at stage 3. Here a missing gradient is zero at every stage.
+DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive, and assumes the same order on all ranks. A
+parameter without a gradient on *some* ranks (a head that saw no object) mixes up the buckets of ZeRO-1/2 or hangs
+ZeRO-3. One without a gradient on *any* rank is skipped by torch at stage 0, counted as zero at stages 1 and 2, and
+updated with the previous step's gradient at stage 3. Here a missing gradient is zero at every stage.
 
 Before backward the ranks compare which parameters their graphs reach (one small message on the CPU).
-- All reach all: nothing is done.
-- A new gap: this micro-step's gradients are computed first and then delivered in parameter order, with zeros in the
-  gaps. It holds one full set of gradients, once.
-- A known gap: the parameter is touched by a node made before the forward pass. Backward runs nodes in the reverse
-  order of their making, so the zeros come last, after all others and alike on all ranks.
+- If every rank reaches every parameter, nothing is done.
+- If a parameter is missing for the first time, the gradients of this micro-step are computed first and then delivered
+  in parameter order, with zeros for the missing ones. This holds one full set of gradients, for this micro-step only.
+- A parameter that was missing before is a known gap: an autograd node created before the forward pass touches it.
+  Backward runs nodes in reverse order of creation, so its zeros come after all other gradients, on all ranks.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _gather(parameters: Sequence[torch.nn.Parameter], in_flight: dict) -> list[torch.nn.Parameter]:
-    """Under ZeRO-3, make parameters whole (a graph and `.grad` take a leaf's shape as it is) and say which were not."""
-    apart = [p for p in parameters if hasattr(p, "ds_id") and p.ds_status.name != "AVAILABLE"]
-    for parameter in apart:
-        if parameter in in_flight:  # prefetched for a backward pass that may never ask for it
+def _gather(parameters: Sequence[Any], in_flight: dict) -> list[Any]:
+    """Under ZeRO-3, gather parameters (autograd needs their full shape) and return those that were partitioned."""
+    partitioned = [p for p in parameters if hasattr(p, "ds_id") and p.ds_status.name != "AVAILABLE"]
+    for parameter in partitioned:
+        if parameter in in_flight:  # prefetched for a backward pass that may never use it
             in_flight.pop(parameter).wait()
-    missing = [p for p in apart if p.ds_status.name == "NOT_AVAILABLE"]
+    missing = [p for p in partitioned if p.ds_status.name == "NOT_AVAILABLE"]
     if missing:
         missing[0].all_gather(missing)
-    return apart
+    return partitioned
 
 
-def _release(parameters: Sequence[torch.nn.Parameter]) -> None:
+def _release(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_persist:
             parameter.partition()
 
 
 class _Touch(torch.autograd.Function):
-    """A zero that depends on parameters; their gradients are zeros made only when asked for."""
+    """A zero that depends on parameters; their gradients are zeros, created in backward."""
 
     @staticmethod
     def forward(ctx: Any, gather: Callable, *parameters: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class _Touch(torch.autograd.Function):
 
 
 class _Deliver(torch.autograd.Function):
-    """The loss, whose backward computes the gradients of an inner graph and hands them out in parameter order."""
+    """The loss; its backward computes the gradients of an inner graph and returns them in parameter order."""
 
     @staticmethod
     def forward(
@@ -90,7 +90,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         gradients: Iterable[torch.Tensor | None] = [None] * len(ctx.parameters)
-        # Under ZeRO-3 a rank whose loss does not count goes through backward too: the others wait for it in every module.
+        # Under ZeRO-3 a rank whose loss does not count runs backward too: the others wait for it in every module.
         if ctx.inner().requires_grad and (ctx.counts or hasattr(ctx.parameters[0], "ds_id")):
             computed = torch.autograd.grad(ctx.inner(), ctx.parameters, grad, allow_unused=True)
             gradients = computed if ctx.counts else gradients
@@ -105,7 +105,7 @@ class Agreed(NamedTuple):
 
 
 class CompleteGradients:
-    """`touch()` before the forward pass, `complete(loss, ...)` after it, `release()` after backward, on all ranks alike."""
+    """On all ranks: `touch()` before the forward pass, `complete(loss, ...)` after it, `release()` after backward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -113,8 +113,8 @@ class CompleteGradients:
         self._known_gaps: list[int] = []
         self._gathered: list[torch.nn.Parameter] = []
 
-    def _gather(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        # DeepSpeed keeps what it is fetching on the root module (0.19.8).
+    def _gather(self, parameters: Sequence[Any]) -> list[Any]:
+        # DeepSpeed keeps the parameters it is fetching on the root module (0.19.8).
         return _gather(parameters, getattr(self._model, "ds_inflight_param_registry", {}))
 
     def _gather_for_backward(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -124,20 +124,20 @@ class CompleteGradients:
         gaps = [self.parameters[i] for i in self._known_gaps if self.parameters[i].requires_grad]
         if not gaps:
             return None
-        apart = self._gather(gaps)
+        partitioned = self._gather(gaps)
         touched = _Touch.apply(self._gather_for_backward, *gaps)
-        _release(apart)
+        _release(partitioned)
         return touched
 
     def complete(
         self, loss: torch.Tensor, touched: torch.Tensor | None, *, counts: bool = True, alarm: bool = False
     ) -> Agreed:
-        """The loss to go backward from, and what the ranks told each other.
+        """The loss to call backward on, and what the ranks told each other.
 
-        A micro-batch that does not count (its loss is not finite) contributes zeros instead of gradients. `alarm`
-        is a flag of the caller's that travels with the same message.
+        A micro-batch that does not count (its loss is not finite) contributes zeros instead of gradients. `alarm` is a
+        flag of the caller, sent in the same message.
         """
-        if touched is not None:  # on all ranks, for under ZeRO-3 its backward gathers
+        if touched is not None:  # on all ranks, because under ZeRO-3 its backward gathers
             loss = loss + touched.to(loss.dtype)
         reached = reached_parameters(loss) if counts else set()
         flags = torch.tensor([not counts, alarm, *(id(p) in reached for p in self.parameters)], dtype=torch.int32)
@@ -148,12 +148,12 @@ class CompleteGradients:
             return Agreed(loss, broken, alarms)
         if not broken:
             self._known_gaps = sorted({*self._known_gaps, *gaps})
-        apart = self._gather([self.parameters[i] for i in gaps])
+        partitioned = self._gather([self.parameters[i] for i in gaps])
         delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, counts, *self.parameters)
-        _release(apart)
+        _release(partitioned)
         return Agreed(delivered, broken, alarms)
 
     def release(self) -> None:
-        """Under ZeRO-3, let go of what backward made whole."""
+        """Under ZeRO-3, partition again what backward gathered."""
         _release(self._gathered)
         self._gathered.clear()

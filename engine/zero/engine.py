@@ -1,4 +1,4 @@
-"""DeepSpeed's engine for a model and an optimizer; a run and a dry run build it here."""
+"""Build DeepSpeed's engine for a model and an optimizer, in a run and in a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.zero.processes import import_deepspeed
 
 
 def initialise_engine(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
-    """`deepspeed.initialize`; some combinations of settings are refused only here, once the model is known."""
+    """`deepspeed.initialize`. It refuses some combinations of settings only here, once the model is known."""
     deepspeed = import_deepspeed()
     try:
         with parameters_only():

@@ -76,7 +76,7 @@ def on_meta() -> Iterator[None]:
 
 
 def _defragment(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Partitions as views of one flat tensor, as DeepSpeed 0.19.8 lays them, which goes through the CPU to get there."""
+    """Partitions as views of one flat tensor, as in DeepSpeed 0.19.8, which goes through the CPU to get there."""
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype)
     offset = 0
     for tensor in tensors:

@@ -4,8 +4,8 @@ Parameters are numbered in the order of their shards. The layouts of a running e
 planner use the same classes. Read off DeepSpeed 0.19.8:
 
 - stage 0: every rank holds everything; for AGVM's sums each takes a chunk of ceil(numel / N) of each parameter;
-- stages 1 and 2: the parameters of a param group lie end to end in one flat tensor, which is padded to a multiple of 2 N
-  and cut into N equal partitions;
+- stages 1 and 2: the parameters of a param group lie end to end in one flat tensor, which is padded to a multiple of
+  2 N and cut into N equal partitions;
 - stage 3: every parameter is cut into N chunks of ceil(numel / N), the last ones shorter or empty.
 """
 
@@ -219,7 +219,7 @@ class Sharding:
 def reduced_once(kind: str, *, keeps_local: bool, world: int, accumulation: int) -> bool:
     """Whether one reduction at the boundary serves all micro-steps of an AGVM window.
 
-    So it is where DeepSpeed keeps the local sum until then (`keeps_local`) and the sign of a rank's micro-batches is the
-    same at every micro-step, that is for an even number of ranks.
+    So it is where DeepSpeed keeps the local sum until then (`keeps_local`) and the sign of a rank's micro-batches is
+    the same at every micro-step, that is for an even number of ranks.
     """
     return kind == "signed" and keeps_local and world % 2 == 0 and accumulation > 1

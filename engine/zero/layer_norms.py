@@ -1,8 +1,8 @@
-"""Sums over whole layers before every optimizer step, wherever ZeRO has put the pieces of a layer.
+"""Sums over whole layers before every optimizer step, for the layer-wise rules (LARS, LAMB).
 
-Each rank adds up its own fragments, layer by layer; one all-reduce of a vector with a few numbers per layer makes them
-sums over whole layers. A rule that is not linear in the gradient needs to know DeepSpeed's clipping first: with clipping
-on, that is a second all-reduce, of one number.
+Under ZeRO the pieces of a layer lie on several ranks. Each rank adds up its own fragments, layer by layer; one
+all-reduce of a few numbers per layer gives the sums over whole layers. A rule that needs the final gradient (LAMB) must
+know DeepSpeed's clipping factor first: with clipping on, this takes a second all-reduce, of one number.
 """
 
 from __future__ import annotations
@@ -16,27 +16,21 @@ from torch import Tensor
 
 from engine.zero.geometry import Fragment
 from engine.zero.layout import layout_of, state_slice
-from engine.zero.support import refuse_unsupported
+from engine.zero.support import check_own_engine, refuse_unsupported
 from engine.zero.wrapping import Wrapped
 
 
 class LayerNorms:
-    """One DeepSpeed engine and one client optimizer.
+    """Connects a DeepSpeed engine with a client optimizer (`LayerwiseOptimizer`).
 
-    The client turns slices of weights, gradient and state into `sums_per_layer` numbers (`layer_sums`), takes the sums
-    of all layers (`take_sums`), says under `needs_final_gradient` in which units it wants the gradient, and is told by
-    `follow` which layers there are and which range of which shard belongs to which.
+    `client.follow` is told the layers, and which range of which shard belongs to which layer. Before each step,
+    `client.layer_sums` turns slices of weights, gradient and state into `sums_per_layer` numbers, and
+    `client.take_sums` gets the sums of all layers. `client.needs_final_gradient` says which gradient it needs.
     """
 
     def __init__(self, engine: Any, client: Any) -> None:
         name = type(client).__name__
-        if client._norms is not None:
-            raise ValueError(f"this {name} is attached already: attach it once, right after deepspeed.initialize")
-        if getattr(engine, "basic_optimizer", None) is not client:
-            raise ValueError(
-                f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
-                "attach the engine that returns"
-            )
+        check_own_engine(engine, client, name=name, attached=client._norms is not None)
         refuse_unsupported(engine, name)
         self.engine, self.client, self.layout = engine, client, layout_of(engine)
         self._check_weights()
@@ -57,10 +51,10 @@ class LayerNorms:
         self.client._norms = None
 
     def _check_weights(self) -> None:
-        """The shards hold the parameters where the layout says, or DeepSpeed lays them out in another way by now."""
+        """RuntimeError if the shards hold the parameters elsewhere than the layout says (another DeepSpeed version)."""
         for fragment in self.layout.held():
             parameter = self.layout.params[fragment.param]
-            if parameter.is_meta:  # of a dry run, where they hold nothing
+            if parameter.is_meta:  # in a dry run, without data
                 continue
             if hasattr(parameter, "ds_tensor"):
                 own = parameter.ds_tensor.reshape(-1)[: fragment.stop - fragment.start]
@@ -97,7 +91,7 @@ class LayerNorms:
         client.take_sums(sums.tolist(), scale)
 
     def _parts(self, scale: float) -> Iterator[tuple[Fragment, Tensor]]:
-        """The client's sums, slice by slice: small, for they are fp32 within a slice and fp64 over slices."""
+        """The client's sums, slice by slice. Slices are small: sums are fp32 within a slice and fp64 over slices."""
         layout, client = self.layout, self.client
         for fragment in layout.fragments:
             g, w, shard = layout.gradient(fragment), self._weights(fragment), layout.shard(fragment)

@@ -1,7 +1,9 @@
-"""Where every parameter's shard lives: one class per DeepSpeed wrapper behind one interface.
+"""Where DeepSpeed keeps the shards of every parameter: one class per DeepSpeed wrapper, with one interface.
 
-A layout hands out, for the ranges that this rank owns (`geometry`), the reduced gradient that DeepSpeed has ready before
-the optimizer step and the tensor that keys the optimizer state. It knows no update rule. Read off DeepSpeed 0.19.8; the first-window self-check (`window.py`) catches drift.
+For each range that this rank owns (a fragment of `geometry`), a layout gives the reduced gradient that DeepSpeed has
+ready before the optimizer step, and the tensor that is the key of the optimizer state. `layout_of`, at the end, chooses
+the class. Read off DeepSpeed 0.19.8; if a later version differs, the check in AGVM's first window (`window.py`) or at
+the start of LARS and LAMB (`layer_norms.py`) stops the run. Checkpoints store the class names: do not rename them.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from engine.zero.wrapping import Wrapped
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 in fp64, slice by slice: torch would make an fp64 copy of the whole."""
+    """|x|^2 in fp64, slice by slice: torch would make an fp64 copy of the whole tensor."""
     limit = 1 << 14 if x.device.type == "cpu" else 1 << 22
-    # In the order of memory (a linear layer's gradient comes transposed), so that flattening makes no copy either.
+    # Flattened in memory order, which makes no copy (the gradient of a linear layer comes transposed).
     flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
     slices = (part.double() for part in flat.split(limit))
     return torch.stack([torch.dot(part, part) for part in slices]).sum()
 
 
 def state_slice(state: Mapping[str, Any], shard: Tensor, start: int, stop: int) -> dict[str, Any]:
-    """A range of the optimizer's state of a shard, and its numbers for the whole shard as they are."""
+    """The optimizer state of a range of a shard. Entries for the whole shard, such as `step`, stay as they are."""
     parts = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     return {
         key: value.reshape(-1)[start:stop] if key in parts else value
@@ -39,9 +41,9 @@ def state_slice(state: Mapping[str, Any], shard: Tensor, start: int, stop: int) 
 
 
 class Layout:
-    """Interface. `params` and `group` (each parameter's param group index) are the same on every rank."""
+    """The interface. `params` and `group` (the param group index of each parameter) are the same on every rank."""
 
-    # The local gradient accumulates untouched until the boundary, where DeepSpeed reduces it once.
+    # Whether local gradients accumulate until the last micro-step, where DeepSpeed reduces them once.
     keeps_local = False
 
     def __init__(self, engine: Any, params: list[Tensor], group: list[int]) -> None:
@@ -55,7 +57,7 @@ class Layout:
         raise NotImplementedError
 
     def shard(self, fragment: Fragment) -> Tensor:
-        """The tensor that keys the optimizer state."""
+        """The master weights of the fragment's shard: the key of its optimizer state."""
         raise NotImplementedError
 
     def held(self) -> list[Fragment]:
@@ -63,23 +65,23 @@ class Layout:
         return self.geometry.held()
 
     def shards(self) -> dict[int, Tensor]:
-        """The tensors of `held`, by number."""
+        """The shards of `held`, by number."""
         return {fragment.shard: self.shard(fragment) for fragment in self.held()}
 
     def publish(self) -> None:
-        """Carry changed master weights into the model's parameters, on all ranks."""
+        """Copy changed master weights into the model's parameters, on all ranks."""
         self.wrapper.update_lp_params()
 
     def scaler(self) -> Any:
-        """Who holds the loss scale (cur_scale, cur_iter, ...), or None."""
+        """The object that holds the loss scale (cur_scale, cur_iter, ...), or None."""
         return getattr(self.wrapper, "loss_scaler", None)
 
     def gradient(self, fragment: Fragment) -> Tensor | None:
-        """The reduced gradient of the fragment, flat, still scaled and unclipped as DeepSpeed holds it."""
+        """The reduced gradient of the fragment, flat, as DeepSpeed holds it: still scaled and not clipped."""
         raise NotImplementedError
 
     def local_sum(self, i: int) -> Tensor | None:
-        """This rank's own gradient of the micro-steps so far (only if `keeps_local`)."""
+        """The gradient that this rank has accumulated so far (only if `keeps_local`)."""
         return self.params[i].grad
 
     def gradient_norm(self) -> float:
@@ -97,7 +99,7 @@ class Layout:
         return self.wrapper.clip_grad > 0
 
     def factors(self, norm: float) -> tuple[float, float]:
-        """What g and the companion are multiplied by to reach the units of the optimizer step; `norm` is |g|."""
+        """The factors that turn g, and the companion, into what the optimizer step sees; `norm` is |g|."""
         scale, clip = self.loss_scale(), self.wrapper.clip_grad
         if clip > 0:
             scale *= max(1.0, (norm / scale + 1e-6) / clip)
@@ -106,35 +108,33 @@ class Layout:
     def loss_scale(self) -> float:
         return float(self.wrapper.loss_scale)
 
-    # The engine clips before the optimizer step at stage 0 in fp32 only; DeepSpeed's wrappers clip inside it.
+    # The factor of clipping before the optimizer step: at stage 0 in fp32 only; DeepSpeed's wrappers clip in the step.
     clipped_by = 1.0
 
     def watch_clipping(self, wrapped: Wrapped, in_window: Callable[[], bool]) -> None:
-        """Note in `clipped_by`, in windows, what g is multiplied by before the optimizer step."""
+        """Keep `clipped_by` up to date in windows."""
 
     def step_with(self, update: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
-        """A step of DeepSpeed's wrapper in which the optimizer does `update` instead of its own step.
+        """A step of DeepSpeed's wrapper in which `update` replaces the optimizer's own step.
 
-        So gradients are unscaled, weights gathered and gradients cleared as in any step. The loss scale stays.
+        So gradients are unscaled, weights gathered and gradients cleared as in any step. The loss scale is kept.
         """
-        scaler, own = self.scaler(), vars(optimizer).get("step")
+        scaler, wrapped = self.scaler(), Wrapped()
         scale = saved_scale(scaler)
-        optimizer.step = lambda closure=None: update()
+        wrapped.put(optimizer, "step", lambda original, closure=None: update())
         try:
-            type(self.wrapper).step(self.wrapper)  # the class's own: AGVM and LAMB wrap the real step only
+            type(self.wrapper).step(self.wrapper)  # the method of the class: AGVM and LAMB wrap that of the instance
         finally:
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own
+            wrapped.undo()
         self.wrapper.zero_grad()
         if not self.wrapper.overflow:
-            restore_scale(scaler, scale)  # its counter counts optimizer steps
+            restore_scale(scaler, scale)  # this was no optimizer step, so it must not count as one
         if hasattr(self.wrapper, "_hp_optimizer_states_linked"):
-            self.wrapper._hp_optimizer_states_linked = False  # BF16_Optimizer: there was no state to link yet (0.19.8)
+            self.wrapper._hp_optimizer_states_linked = False  # BF16_Optimizer (0.19.8): there is no state to link yet
 
 
 class Replicated(Layout):
-    """Stage 0: every rank holds everything, and each takes 1/N of every parameter for the sums."""
+    """Stage 0: every rank holds everything. For AGVM's sums each rank takes 1/N of every parameter."""
 
     keeps_local = True
     needs_norm = False
@@ -176,12 +176,12 @@ class Replicated(Layout):
         return float(sum(squared_norm(p.grad) for p in self.params if p.grad is not None)) ** 0.5
 
     def step_with(self, update: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
-        update()  # the wrapper is the optimizer, and the weights are the model's
+        update()  # there is no wrapper, and the optimizer works on the model's own weights
         self.engine.zero_grad()
 
 
 class ReplicatedMasters(Replicated):
-    """Stage 0 in bf16: FP16_UnfusedOptimizer, fp32 masters one by one beside the bf16 parameters."""
+    """Stage 0 in bf16 (FP16_UnfusedOptimizer): one fp32 master per bf16 parameter."""
 
     needs_norm = Layout.needs_norm
     factors = Layout.factors
@@ -210,7 +210,7 @@ class ReplicatedMasters(Replicated):
 
 
 class Flat(Layout):
-    """A param group is one flat tensor, padded and cut into N contiguous partitions."""
+    """Base of ZeRO-1 and 2: a param group is one flat tensor, padded and cut into N contiguous partitions."""
 
     def __init__(self, engine: Any, groups: list[list[Tensor]], offsets: list[list[int]], sizes: list[int]) -> None:
         self._sizes = [int(size) for size in sizes]
@@ -245,18 +245,15 @@ class ZeroOneTwo(Flat):
     def gradient(self, fragment: Fragment) -> Tensor | None:
         begin, end = fragment.offset, fragment.offset + fragment.stop - fragment.start
         if self.wrapper.cpu_offload:
-            return self.shard(fragment).grad.view(-1)[begin:end]
+            return _offloaded_gradient(self.shard(fragment), begin, end)
         parts = self.wrapper.averaged_gradients[fragment.shard]
         flat = getattr(parts, "flat_partition", None)
         if flat is not None:
             return flat.view(-1)[begin:end]
-        # Otherwise a list, one tensor per fragment in partition order (parameter_alignment puts padding between).
-        part = (
-            [p for p in parts if not getattr(p, "_zero_padding", False)][self.ordinal[fragment]]
-            if self.wrapper.parameter_alignment
-            else parts[self.ordinal[fragment]]
-        )
-        return part.reshape(-1)[: end - begin]
+        # Otherwise a list of one tensor per fragment, in partition order; parameter_alignment puts padding in between.
+        if self.wrapper.parameter_alignment:
+            parts = [p for p in parts if not getattr(p, "_zero_padding", False)]
+        return parts[self.ordinal[fragment]].reshape(-1)[: end - begin]
 
     def local_sum(self, i: int) -> Tensor | None:
         return self.wrapper.get_gradient_for_reduction(self.params[i])
@@ -293,7 +290,7 @@ class BF16(Flat):
 
 
 class Chunked(Layout):
-    """ZeRO-3 (DeepSpeedZeroOptimizer_Stage3): every parameter in N chunks, chunks gathered in sub-groups."""
+    """ZeRO-3 (DeepSpeedZeroOptimizer_Stage3): every parameter in N chunks; a sub-group joins the chunks of a rank."""
 
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer
@@ -316,16 +313,21 @@ class Chunked(Layout):
         for k in range(len(self.wrapper.fp32_partitioned_groups_flat)):
             self.wrapper._reassign_or_swap_out_partitioned_parameters(k)
         persistent = self.wrapper.persistent_parameters
-        if persistent:  # whole on every rank: from the partitions again
+        if persistent:  # kept on every rank: gather them again from the new partitions
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
     def gradient(self, fragment: Fragment) -> Tensor | None:
         length = fragment.stop - fragment.start
         if self.wrapper.offload_optimizer:
-            return self.shard(fragment).grad.view(-1)[fragment.offset : fragment.offset + length]
+            return _offloaded_gradient(self.shard(fragment), fragment.offset, fragment.offset + length)
         k, j = self.row[fragment.param]
         return self.wrapper.averaged_gradients[k][j].view(-1)[:length]
+
+
+def _offloaded_gradient(shard: Tensor, start: int, stop: int) -> Tensor:
+    assert shard.grad is not None  # with an offloaded optimizer DeepSpeed puts the gradient on the shard
+    return shard.grad.view(-1)[start:stop]
 
 
 def layout_of(engine: Any) -> Layout:

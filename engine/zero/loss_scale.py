@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# As every wrapper's scaler keeps it, as far as it has it.
+# The names are the same in all scalers; some scalers have only a part of them.
 _FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def saved_scale(scaler: Any) -> dict[str, Any]:
-    """The state of a dynamic loss scale; a static one has none."""
+    """The state of a dynamic loss scale; empty for a static one."""
     if scaler is None or not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
         return {}
     return {key: getattr(scaler, key) for key in _FIELDS if hasattr(scaler, key)}

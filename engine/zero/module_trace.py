@@ -1,9 +1,9 @@
 """Keep modules without parameters out of ZeRO-3's trace.
 
-ZeRO-3 records the order in which modules run and prefetches by it, and takes for granted that all ranks have the same
-order. A detector's loss modules and RoI layers run or not as the objects of a rank's images want it: one rank then drops
-its trace, fetches at other moments than the others, and all wait for ever (DeepSpeed 0.19.8, two-stage detectors). What has
-no parameters has nothing to fetch, so it needs no hooks.
+ZeRO-3 records the order in which modules run, prefetches by it, and assumes that all ranks have the same order. But a
+detector's loss modules and RoI layers may run on one rank and not on another, depending on the objects in its images.
+Then one rank drops its trace, fetches at other moments than the others, and all wait for ever (DeepSpeed 0.19.8,
+two-stage detectors). A module without parameters has nothing to fetch, so it needs no hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def parameters_only() -> Iterator[None]:
-    """Around `deepspeed.initialize`."""
+    """Use it around `deepspeed.initialize`."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     register = DeepSpeedZeRoOffload._register_deepspeed_module

@@ -1,10 +1,10 @@
 """Build and initialise a model that is partitioned from the start (`deepspeed.zero.Init`).
 
-Under zero.Init a parameter is cut up as soon as its layer is made, and what initialises it later (an outer constructor,
-mmdet's `init_weights`) would write into an empty tensor without a word. Here such a write gathers its parameter first, is
-done on rank 0 and cut up again. On CPUs what `init_weights` sets equals a plain build with the same seed; what a
-constructor draws has the same distribution; on GPUs both are drawn by the device. Writes through `.data` (mmcv's
-deformable convolutions, some heads' biases) are not seen, and lost.
+zero.Init partitions a parameter as soon as its layer is constructed. What initialises it later (an outer constructor,
+mmdet's `init_weights`) would write into an empty tensor, without an error. Here such a write gathers the parameter,
+writes on rank 0 and partitions it again. On CPUs, what `init_weights` sets equals an unpartitioned build with the same
+seed, and what a constructor draws has the same distribution; on GPUs the device draws both. Writes through `.data`
+(mmcv's deformable convolutions, the biases of some heads) are not noticed and are lost.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from engine.zero.scalars import scalars_partitioned
 
 @contextlib.contextmanager
 def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """Build under zero.Init, with mmdet's helpers (anchors, coders, samplers) left as they are.
+    """Build under zero.Init, but mmdet's helpers (anchors, coders, samplers) without it.
 
-    zero.Init (DeepSpeed 0.19.8) makes every new tensor one of the model's type, anchors in bf16 too, and breaks
-    `torch.Tensor(array)`. Helpers own no parameters, so they are built with torch's own functions.
+    zero.Init (DeepSpeed 0.19.8) gives every new tensor the model's dtype, so that even anchors are bf16, and breaks
+    `torch.Tensor(array)`. Helpers have no parameters, so they are built with torch's own functions.
     """
     import deepspeed
     from mmdet.registry import TASK_UTILS
@@ -49,7 +49,7 @@ def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
             with _writes_reach_parameters():
                 yield
         finally:
-            del TASK_UTILS.build  # the method of the class shows again
+            del TASK_UTILS.build  # back to the method of the class
 
 
 def _constructors() -> dict[tuple[Any, str], Any]:
@@ -67,7 +67,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def initialise(model: nn.Module) -> None:
-    """`model.init_weights()`, partitioned or not, without mmengine's page of notes on every tensor."""
+    """`model.init_weights()`, partitioned or not, without mmengine's log lines on every tensor."""
     logging.disable(logging.WARNING)
     try:
         _initialise(model)
@@ -75,19 +75,15 @@ def initialise(model: nn.Module) -> None:
         logging.disable(logging.NOTSET)
 
 
-def _initialise(model: nn.Module) -> None:
-    if not is_partitioned(model):
-        _initialise_conv_modules(model)
-        model.init_weights()
-        return
-    with _writes_reach_parameters():
+def _initialise(model: Any) -> None:
+    with _writes_reach_parameters() if is_partitioned(model) else contextlib.nullcontext():
         _initialise_conv_modules(model)
         model.init_weights()
 
 
 def _initialise_conv_modules(model: nn.Module) -> None:
-    """mmcv's ConvModule initialises itself in its constructor, where zero.Init draws numbers of its own: once more, so
-    that those which no `init_weights` reaches are alike, partitioned or not."""
+    """mmcv's ConvModule initialises itself in its constructor, where zero.Init draws other numbers. Do it again, so
+    that modules which no `init_weights` reaches get the same values, partitioned or not."""
     from mmcv.cnn import ConvModule
 
     with torch.random.fork_rng(devices=[]):
@@ -105,22 +101,23 @@ def _writes_reach_parameters() -> Iterator[None]:
     }
     try:
         for name, function in named.items():
-            setattr(nn.init, name, _on_whole(function))
-        with _WholeWrites():
+            setattr(nn.init, name, _on_gathered(function))
+        with _GatheredWrites():
             yield
     finally:
         for name, function in named.items():
             setattr(nn.init, name, function)
 
 
-def _apart(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and hasattr(value, "ds_id") and value.ds_status.name == "NOT_AVAILABLE"
+def _not_gathered(value: Any) -> bool:
+    status = getattr(value, "ds_status", None)
+    return isinstance(value, nn.Parameter) and status is not None and status.name == "NOT_AVAILABLE"
 
 
-def _on_whole(function: Callable) -> Callable:
+def _on_gathered(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not _apart(tensor):
+        if not _not_gathered(tensor):
             return function(tensor, *args, **kwargs)
         import deepspeed
 
@@ -130,12 +127,13 @@ def _on_whole(function: Callable) -> Callable:
     return call
 
 
-class _WholeWrites(TorchFunctionMode):
+class _GatheredWrites(TorchFunctionMode):
     """Catches in-place writes that do not go through torch.nn.init, such as `layer.bias.zero_()`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if args and name.endswith("_") and not name.endswith("__") and name != "requires_grad_" and _apart(args[0]):
-            return _on_whole(function)(*args, **kwargs)
+        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if args and writes and _not_gathered(args[0]):
+            return _on_gathered(function)(*args, **kwargs)
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Start DeepSpeed in this process: import it quietly, form the process groups, and leave them again."""
+"""Start DeepSpeed in this process: import it without notices, form the process groups, and leave them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine import distributed
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed without its start-up notices; its later warnings stay."""
+    """Import DeepSpeed without its start-up notices; later warnings are still shown."""
     logging.disable(logging.WARNING)
     try:
         import deepspeed
@@ -22,15 +22,15 @@ def import_deepspeed() -> Any:
 
 
 def import_late_parts() -> None:
-    """What DeepSpeed imports only when an optimizer is wrapped, and with it torch's compiler: seconds that processes
-    forked from this one need not spend."""
+    """Import now what DeepSpeed imports only when it wraps an optimizer, torch's compiler included. It saves seconds in
+    every process that is forked from this one."""
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
 def init_distributed(
     *, init_method: str | None = None, rank: int = -1, world_size: int = -1, timeout_minutes: float = 30
 ) -> None:
-    """Form the process group through DeepSpeed, on whatever accelerator it finds."""
+    """Form the process group through DeepSpeed, on the accelerator that it finds."""
     deepspeed = import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -50,10 +50,10 @@ def init_distributed(
 
 
 def compile_nothing() -> None:
-    """Before DeepSpeed's process group is formed.
+    """Keep DeepSpeed from compiling; call it before the process group is formed.
 
-    DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a process
-    killed meanwhile leaves a lock that hangs all later ones). Told that the op is incompatible it uses gloo.
+    DeepSpeed 0.19.8 compiles a shared-memory all-reduce for CPU ranks at start-up (90 s, needs a compiler, and a
+    process killed meanwhile leaves a lock that hangs all later ones). If the op is marked incompatible, it uses gloo.
     """
     deepspeed = import_deepspeed()
     from deepspeed.accelerator import get_accelerator

@@ -1,7 +1,7 @@
 """Parameters without dimensions, such as mmdet's `Scale` (FCOS, ATSS, ...), for DeepSpeed.
 
-DeepSpeed 0.19.8 broadcasts parameters as bytes, by a view that a tensor without dimensions does not have. While training
-such a parameter has one dimension of one, which broadcasts alike in every formula; in files it has none, as mmdet wants.
+DeepSpeed 0.19.8 broadcasts parameters as bytes, through a view that a tensor without dimensions does not have. So
+such a parameter has shape (1,) during training, which gives the same results, and shape () in files, as mmdet expects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-def give_dimension(parameter: torch.Tensor) -> None:
+def give_dimension(parameter: Any) -> None:
     if parameter.dim() == 0 and not hasattr(parameter, "ds_id"):
         parameter.data = parameter.data.view(1)
         parameter.was_scalar = True
@@ -26,18 +26,18 @@ def give_dimensions(model: nn.Module) -> None:
 
 
 def file_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The whole shape of a parameter as files have it, partitioned or not."""
+    """The full shape of a parameter in files, partitioned or not."""
     return () if hasattr(tensor, "was_scalar") else tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a parameter that may be partitioned: under zero.Init it is an empty shard that remembers it."""
+    """The full shape of a parameter. Under zero.Init the parameter itself is empty and DeepSpeed notes its shape."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 @contextlib.contextmanager
 def scalars_partitioned() -> Iterator[None]:
-    """Let zero.Init partition scalar parameters as they are made."""
+    """Let zero.Init partition scalar parameters when they are created."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     partition = Init._zero_init_param

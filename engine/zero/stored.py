@@ -1,7 +1,9 @@
-"""Shards in DeepSpeed's files, and back from named values into the shards of a running engine.
+"""Read shards from DeepSpeed's files, and fill the shards of a running engine.
 
-The files of every wrapper hold the same two things in different places: flat master weights, and the optimizer's state
-of each. A shard's number is the one that the layout of the saving run gave it.
+The files of every DeepSpeed wrapper hold the same two things in different places: flat master weights, and the
+optimizer state of each. The manifest of a checkpoint names the layout class of the run that saved it, and so the place.
+The name decides here, not an instance: a checkpoint is read without the DeepSpeed engine that wrote it, on any number
+of ranks and at any stage. Shards have the numbers that the layout of the saving run gave them.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class StoredShard(NamedTuple):
 
 
 def stored_shards(
-    layout: str, names: Sequence[str], model_states: Mapping[str, Any], zero_states: Mapping[str, Any] | None
+    layout: str, names: Sequence[str], model_states: Mapping[str, Any], zero_states: Mapping[str, Any]
 ) -> list[StoredShard]:
-    """The shards in one rank's files. `layout` is the class name of the saving run's layout, `names` its parameters."""
+    """The shards in the files of one rank. `layout` and `names` are the layout class and the parameters of that run."""
     if layout == "Replicated":
         state = model_states["optimizer"]["state"]
         weights = [model_states["module"][name] for name in names]
@@ -45,7 +47,7 @@ def stored_shards(
 
 
 def common_state(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an optimizer's saved state: the param groups, and what DeepSpeed keeps once for all parameters."""
+    """The part of a saved optimizer state that belongs to no shard: the param groups and DeepSpeed's own entries."""
     base = content.get("base_optimizer_state") or content.get("optimizer_state_dict") or content
     sharded = (
         "base_optimizer_state",
@@ -60,9 +62,9 @@ def common_state(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**common, "param_groups": base["param_groups"]}
 
 
-def is_partitioned(value: Any, weights: Tensor) -> bool:
-    """Whether an entry of an optimizer's state belongs to the elements of a shard, and not to the shard as a whole."""
-    # Saved weights come without the padding at their end, their state comes with it.
+def is_elementwise(value: Any, weights: Tensor) -> bool:
+    """Whether an entry of the optimizer state has one number per element of the shard, unlike `step`."""
+    # Weights are saved without the padding at their end, their state with it.
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= weights.numel() > 0
 
 
@@ -77,12 +79,12 @@ def fill(
     scalars: Callable[[str], Mapping[str, Any]],
     progress: Callable[[int], None],
 ) -> None:
-    """Fill this rank's shards, and the optimizer's state of them, range by range; `layout.publish` is still to do.
+    """Fill this rank's shards and their optimizer state, range by range. Call `layout.publish` afterwards.
 
     `read(name, state, start, stop)` gives a range of a flattened parameter's master weights or of a state of it.
     """
     shards = layout.shards()
-    # torch keeps its counters on the CPU, but for these two ways to step.
+    # torch keeps its step counters on the CPU, except with these two options.
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     on_device = {shard: shard.device if fused else torch.device("cpu") for shard in shards.values()}
     for shard in shards.values():
@@ -96,7 +98,7 @@ def fill(
         for key in states:
             _put(optimizer.state[shard][key], fragment, read(name, key, fragment.start, fragment.stop))
         for key, value in scalars(name).items():
-            # Each shard its own tensor: an optimizer counts in place.
+            # Each shard needs its own tensor: optimizers count in place.
             optimizer.state[shard][key] = value.to(on_device[shard], copy=True) if isinstance(value, Tensor) else value
         progress(fragment.stop - fragment.start)
 

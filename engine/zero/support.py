@@ -1,4 +1,4 @@
-"""Which DeepSpeed features the capture works with. The others are refused by name, when the engine is attached."""
+"""Which DeepSpeed features AGVM, SAM, LARS and LAMB work with. Others are refused by name, on `attach`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def refuse_unsupported(engine: Any, who: str) -> None:
             raise ValueError(
                 f"{who} does not support {feature}: turn it off in the DeepSpeed config, or use another optimizer"
             )
+
+
+def check_own_engine(engine: Any, client: Any, *, name: str, attached: bool) -> None:
+    if attached:
+        raise ValueError(f"this {name} is attached already: attach it once, right after deepspeed.initialize")
+    if getattr(engine, "basic_optimizer", None) is not client:
+        raise ValueError(
+            f"this {name} is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
+            "attach the engine that returns"
+        )
 
 
 def check_micro_batches(world: int, accumulation: int) -> None:

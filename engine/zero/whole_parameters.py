@@ -1,7 +1,7 @@
-"""Parameters that ZeRO-3 keeps whole on every rank, and whole copies of those it does not.
+"""Keep some parameters whole on every rank under ZeRO-3, and read or write those that are partitioned.
 
-A module that only some ranks enter in a step (a mask head where no object was found) would make ZeRO-3 wait for ever:
-its parameters are gathered by a collective on entry. Kept whole, it can be skipped.
+ZeRO-3 gathers the parameters of a module by a collective when a rank enters it. If only some ranks enter a module (no
+mask head where no object was found), they wait for ever. A module whose parameters are kept whole can be skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def keep_whole(model_engine: Any, prefixes: Sequence[str]) -> None:
     """Keep the modules at `prefixes` whole on every rank under ZeRO-3, so that a rank may skip them.
 
     DeepSpeed 0.19.8 keeps persistent parameters whole once it has fetched them, and checks that all ranks enter the
-    same modules in the same order. So they are gathered here, before the first step, and DeepSpeed's hooks leave them.
+    same modules in the same order. So they are gathered here, before the first step, and DeepSpeed's hooks are removed.
     """
     persistent = getattr(model_engine.optimizer, "persistent_parameters", None)
     modules = dict(model_engine.module.named_modules())
@@ -37,19 +37,19 @@ def keep_whole(model_engine: Any, prefixes: Sequence[str]) -> None:
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for key in [k for k, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
                     del hooks[key]
-    apart = [p for p in persistent or [] if p.ds_status.name == "NOT_AVAILABLE"]
-    if apart:
-        apart[0].all_gather(apart)
+    partitioned = [p for p in persistent or [] if p.ds_status.name == "NOT_AVAILABLE"]
+    if partitioned:
+        partitioned[0].all_gather(partitioned)
 
 
 def whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every entry of the state dict, one at a time and whole, on every rank; not to be kept beyond its turn."""
+    """Every entry of the state dict, gathered on every rank, one at a time. Copy an entry to keep it."""
     import deepspeed
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in model.state_dict(keep_vars=True).items():
-        parameter = parameters.get(name, value)
-        if hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE":  # one that is whole stays so
+        parameter: Any = parameters.get(name, value)
+        if hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE":  # one that is gathered stays so
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().view(file_shape(parameter))
         else:
@@ -57,15 +57,15 @@ def whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Into a parameter or buffer, which may be partitioned: then all ranks call this together."""
+def copy_into(target: Any, value: torch.Tensor) -> None:
+    """Copy into a parameter or buffer. If it is partitioned, all ranks must call this together."""
     if hasattr(target, "ds_id"):
         import deepspeed
 
         was_whole = target.ds_status.name == "AVAILABLE"
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
             target.copy_(value)
-        if was_whole:  # kept on every rank, so that a rank may skip its module
+        if was_whole:  # `keep_whole` keeps it on every rank
             target.all_gather([target])
     else:
         target.copy_(value)

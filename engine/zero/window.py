@@ -1,8 +1,8 @@
-"""The engine's step with AGVM's window before it, and its checkpoints with AGVM's state in them.
+"""AGVM's window before the engine's step, and AGVM's state in the engine's checkpoints.
 
-`Attachment` replaces, on the instance, the few methods it has to stand in front of: `engine.optimizer.step` (once per
-iteration, at every stage), `engine.allreduce_gradients` (the end of each backward, before anything is reduced),
-`engine.clip_fp32_gradients` (stage 0 clips before the step), `engine.save_checkpoint` and `engine.load_checkpoint`.
+`Attachment` wraps these methods of the instances: `engine.optimizer.step` (once per optimizer step, at every stage),
+`engine.allreduce_gradients` (at the end of each backward, before anything is reduced), `engine.clip_fp32_gradients`
+(stage 0 clips before the step), `engine.save_checkpoint` and `engine.load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,23 @@ from engine.zero.capture import Capture
 from engine.zero.companion import Lane
 from engine.zero.geometry import Fragment
 from engine.zero.layout import layout_of, squared_norm, state_slice
-from engine.zero.support import check_micro_batches, note_version, refuse_unsupported
+from engine.zero.support import check_micro_batches, check_own_engine, note_version, refuse_unsupported
 from engine.zero.wrapping import Wrapped
 
-CLIENT_STATE_KEY = "agvm"
+CLIENT_STATE_KEY = "agvm"  # of AGVM's state in DeepSpeed's client_state; `engine.checkpoints` uses it too
 
 
 class Attachment:
-    """One DeepSpeed engine and one client optimizer.
+    """Connects a DeepSpeed engine with a client optimizer (`AGVMOptimizer`).
 
-    The client has a `modulator` (is_window, update, discard), says under `companion` what to capture, and turns a
-    slice of gradient, companion and state into three sums per module with `sums`.
+    The client has a `modulator` (is_window, update, discard). `client.companion` says what to capture, `client.sums`
+    turns a slice of gradient, companion and state into three sums.
     """
 
     def __init__(self, engine: Any, client: Any, *, bucket_size: int) -> None:
         import deepspeed
 
-        if getattr(client, "_attachment", None) is not None:
-            raise ValueError("this optimizer is attached already: attach it once, right after deepspeed.initialize")
-        if getattr(engine, "basic_optimizer", None) is not client:
-            raise ValueError(
-                "this optimizer is not the engine's: pass it to deepspeed.initialize(optimizer=...) and "
-                "attach the engine that returns"
-            )
+        check_own_engine(engine, client, name="optimizer", attached=client._attachment is not None)
         if bucket_size < 1:
             raise ValueError(f"bucket_size must be >= 1 element, got {bucket_size}")
         refuse_unsupported(engine, "AGVM")
@@ -51,7 +45,7 @@ class Attachment:
         accumulation = engine.gradient_accumulation_steps()
         check_micro_batches(self.layout.world, accumulation)
         note_version(self.version)
-        # A group of its own: its collectives run beside DeepSpeed's and never wait behind them.
+        # A separate process group: its collectives run in parallel with DeepSpeed's and never wait for them.
         members = dist.get_process_group_ranks(engine.seq_data_parallel_group or dist.group.WORLD)
         group = dist.new_group(members) if self.layout.world > 1 else None
         self.capture = Capture(
@@ -75,7 +69,7 @@ class Attachment:
         client._attachment = self
 
     def detach(self) -> None:
-        """Give the engine its own methods back."""
+        """Restore the engine's own methods."""
         self.wrapped.undo()
         self.capture.remove()
         self.client._attachment = None
@@ -95,7 +89,7 @@ class Attachment:
 
     @torch.no_grad()
     def _measure(self, step: int) -> None:
-        """Reduce, sum over this rank's partition, all-reduce three numbers per module, move mu."""
+        """Finish the reduction, sum over this rank's partition, all-reduce three numbers per module, update mu."""
         layout, capture, modulator = self.layout, self.capture, self.client.modulator
         square = torch.zeros((), dtype=torch.float64, device=capture.device)
         for fragment in layout.fragments if layout.needs_norm else ():
@@ -130,12 +124,11 @@ class Attachment:
         return self.capture.all_reduce(sums).cpu()
 
     def _slices(self, fired: list[bool], lane: Lane | None) -> Iterator[tuple[Fragment, int, int, Tensor, Any]]:
-        """Small slices of this rank's fragments: g and the companion; fragments without gradient are left out.
+        """Small slices of this rank's fragments: g and the companion.
 
-        ZeRO-3 (and an offloaded ZeRO-1/2) keeps the previous step's gradient of a parameter that got none.
+        Parameters without gradient are left out: ZeRO-3 (and an offloaded ZeRO-1/2) still holds the previous step's.
         """
-        # Small beside the two buckets, which are free again by now; and short: sums are fp32 within a slice, fp64 over
-        # slices.
+        # Much smaller than the two buckets, which are free again by now. Sums are fp32 in a slice and fp64 over slices.
         largest = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
         limit = max(1024, min(self.capture.bucket_size // 16, largest))
         for k, start, stop, home in self.capture.plan.spans:
@@ -152,7 +145,7 @@ class Attachment:
         return state_slice(self.client.state.get(shard, {}), shard, begin + low, begin + high)
 
     def _check(self, fired: list[bool]) -> None:
-        """First window: the plain companion has to be DeepSpeed's own gradient, or the layout was read wrongly."""
+        """First window: the plain companion must equal DeepSpeed's own gradient, or the layout was read wrongly."""
         capture = self.capture
         sums = torch.zeros(len(self.client.param_groups), 2, dtype=torch.float64, device=capture.device)
         for fragment, _, _, theirs, mine in self._slices(fired, capture.plain):
@@ -162,7 +155,7 @@ class Attachment:
             sums[self.layout.group[fragment.param]] += part.to(sums.device)
         sums = capture.all_reduce(sums).cpu()
         if not torch.isfinite(sums).all():
-            return  # an overflow: look again at the next window
+            return  # an overflow: check again in the next window
         tolerance = 1e-3 if capture.dtype == torch.float32 else 0.1
         for group, (error, total) in zip(self.client.param_groups, sums.tolist()):
             if error > tolerance**2 * total:
@@ -177,7 +170,7 @@ class Attachment:
     def _save_checkpoint(
         self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        # For a training loop of the user's own; ours hands the same entry in with the rest of its state.
+        # For the user's own training loop. `engine.checkpoints` passes the same entry itself, and restores it itself.
         state = {CLIENT_STATE_KEY: self.client.agvm_state_dict(), **(client_state or {})}
         return original(save_dir, tag, state, *args, **kwargs)
 

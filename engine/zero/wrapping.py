@@ -1,4 +1,4 @@
-"""Methods of DeepSpeed's objects with ours in front of them, on the instance, and as they were again."""
+"""Wrap methods of an object, on the instance, and restore them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Wrapped:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, wrapper: Callable) -> None:
-        """Let `owner.name(...)` be `wrapper(original, ...)`."""
+        """Make `owner.name(...)` call `wrapper(original, ...)`."""
         original = getattr(owner, name)
         self._originals.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def undo(self) -> None:
-        """Whoever wrapped last unwraps first."""
+        """Restore the originals, the last wrapped first."""
         for owner, name, original in reversed(self._originals):
             delattr(owner, name) if original is None else setattr(owner, name, original)
         self._originals.clear()

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written: said on all ranks, what was there stays, the run stops or goes on as configured."""
+"""A checkpoint that cannot be written: all ranks say so, older ones stay, the run stops or continues as configured."""
 
 from __future__ import annotations
 

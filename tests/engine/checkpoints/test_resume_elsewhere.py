@@ -1,4 +1,4 @@
-"""A checkpoint goes on with another number of ranks, another ZeRO stage, another micro-batch: the same run up to rounding."""
+"""Resume on another number of ranks, at another ZeRO stage or micro-batch: the same run up to rounding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIMIZERS = ("SGD", "AGVMSGD", "AdamW", "AGVMAdamW")
 
 
 def greatest(first: dict, second: dict) -> float:
-    """The greatest difference, relative to its tensor's greatest weight, or to 0.001 where a bias is still near zero."""
+    """The greatest difference, relative to the greatest weight of its tensor (at least 0.001: some biases are near 0)."""
     return max(float((first[n] - second[n]).abs().max() / first[n].abs().max().clamp(min=1e-3)) for n in first)
 
 

@@ -1,4 +1,4 @@
-"""An interrupted run and an uninterrupted one are the same, bit for bit, in losses, weights and everything on record."""
+"""An interrupted run and an uninterrupted one are the same, bit for bit: losses, weights and all records."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_rule_is_timms_where_the_forms_coincide(monkeypatch, batch, ours, thei
 
 def test_the_two_norms_of_lars_differ_and_so_do_biases_that_adapt():
     runs = [
-        train(lambda groups: LARS(groups, lr=0.5, weight_decay=0.3, **options))[0]
+        train(lambda groups, options=options: LARS(groups, lr=0.5, weight_decay=0.3, **options))[0]
         for options in ({}, {"norm": "sum_of"}, {"adapt_1d": True})
     ]
     assert len({tuple(run.tolist()) for run in runs}) == 3
@@ -156,7 +156,7 @@ def test_a_shard_that_nobody_explained_is_refused():
 
 @pytest.mark.parametrize("rule", [LARS, LAMB])
 def test_a_shard_of_padding_stays_as_it_is_and_one_of_two_layers_has_two_ratios(rule):
-    """As `engine.zero` hands them out: layer 0 in the first two elements, layer 1 in the next, padding, and all padding."""
+    """As under ZeRO: a shard with layer 0 in two elements, layer 1 in the next and padding; and one of padding only."""
     optimizer = (
         rule([torch.nn.Parameter(torch.ones(9, 9))], lr=0.1, weight_decay=0.0, momentum=0.0)
         if rule is LARS

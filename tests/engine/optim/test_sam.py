@@ -222,7 +222,7 @@ def test_batch_norm_statistics_are_those_of_the_first_pass(ranks, stage):
         "optimizer": {"params": {"lr": 0.0}, "sam": {"rho": 5.0}},
     }
     with_sam, without = (
-        {name: value for name, value in ranks.run(train_tiny, 2, changes)[0]["weights"].items()}
+        ranks.run(train_tiny, 2, changes)[0]["weights"]
         for changes in (still, {**still, "optimizer": {"params": {"lr": 0.0}}})
     )
     assert int(with_sam["backbone.bn1.num_batches_tracked"]) == 3 * 2

@@ -84,7 +84,7 @@ def test_an_fp16_overflow_discards_the_window(ranks, stage):
     skipped, last = states[-1]
     assert 0 < skipped < 15
     assert (last["discarded"], last["windows"]) == (skipped, 15 - skipped)
-    for count, state in states:
+    for _, state in states:
         if state["windows"] == 0:
             assert set(state["mu"].values()) == {1.0} and state["phi"] == {}
 
@@ -143,7 +143,7 @@ def lose_heads(cases):
 
 def test_a_module_frozen_or_without_gradient_for_several_steps_keeps_its_mu(ranks):
     cases = [(stage, how) for stage in (0, 1, 2, 3) for how in ("gap", "freeze")]
-    for (stage, how), (history, state) in zip(cases, ranks.run(lose_heads, 2, cases)[0]):
+    for (_, how), (history, state) in zip(cases, ranks.run(lose_heads, 2, cases)[0]):
         assert (state["windows"], state["discarded"]) == (4, 0)
         (mu3, phi3), (mu6, phi6), (mu9, phi9), (mu12, phi12) = history[2::3]
         assert "head" in phi3 and "head" not in phi6 and "head" not in phi9 and {"backbone", "neck"} == set(phi9)

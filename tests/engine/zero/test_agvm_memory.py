@@ -62,7 +62,7 @@ def measure(stage, rule, estimator, bucket_size):
     )
     engine, optimizer = build(case, Wide())
     peaks = []
-    for step in range(1, 7):
+    for _ in range(1, 7):
         with LiveBytes() as meter:
             for _ in range(2):
                 engine.backward(engine(torch.randn(4, 301)))
