@@ -1,8 +1,8 @@
-"""UniNet's forward and backward against the same network written naively, and against timm's closest model.
+"""Time UniNet's forward and backward against a naive version of itself and against the closest model of timm.
 
-Naive: attention as softmax of a product instead of the fused kernel, maps stored channels-first. Closest of timm: a
-published mix of convolutions and attention, at the input size that brings it nearest to the same FLOPs. Blocks of one
-step of each in random order; ratios are of the same block, with a 95 % confidence interval.
+Naive: attention is the softmax of a product instead of the fused kernel, and maps are stored channels-first. Closest
+model: a published mix of convolutions and attention, at the input size with the most similar FLOPs. The benchmark runs
+blocks of one step of each model, in random order. Ratios are taken within a block, with a 95 % confidence interval.
 
     python benchmarks/uninet_speed.py --arch b1 --size 224 --batch 2 --rival edgenext_small
 """
@@ -18,11 +18,13 @@ import sys
 import time
 from pathlib import Path
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from models.uninet import blocks  # noqa: E402
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -30,9 +32,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def naive(model: nn.Module) -> nn.Module:
-    """The same weights without fused attention; `main` feeds it channels-first, which it keeps."""
-    from models.uninet import blocks
-
+    """The same weights without fused attention, and with maps stored channels-first."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
@@ -42,7 +42,7 @@ def naive(model: nn.Module) -> nn.Module:
     def channels_first(x: Tensor, last: int) -> list[Tensor]:
         blocks.scaled_dot_product_attention = naive_attention
         contiguous = Tensor.contiguous
-        # The backbone asks for channels-last once, at its input.
+        # The network asks for channels-last once, at its input.
         Tensor.contiguous = lambda self, memory_format=torch.contiguous_format: contiguous(self)
         try:
             return forward(x, last)
@@ -75,15 +75,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    import timm
-
-    from models.mmdet_setup import import_mmdet
-
-    import_mmdet()
-    from models.uninet.classifier import UniNetClassifier
-
     torch.manual_seed(0)
-    ours = UniNetClassifier(args.arch).eval()
+    ours = timm.create_model(f"uninet_{args.arch}").eval()
     rival = timm.create_model(args.rival).eval()
     work = flops(ours, args.size)
     size = min(range(128, 513, 32), key=lambda s: abs(flops(rival, s) - work))
@@ -108,8 +101,8 @@ def main() -> None:
         for name in order.sample(list(models), len(models)):
             seconds[name].append(step(name))
     print(
-        f"uninet_{args.arch} at {args.size}: {work:.2f} GFLOPs, {args.batch / statistics.mean(seconds['ours']):.2f} images/s "
-        f"forward and backward on {args.threads} thread(s)"
+        f"uninet_{args.arch} at {args.size}: {work:.2f} GFLOPs, "
+        f"{args.batch / statistics.mean(seconds['ours']):.2f} images/s forward and backward on {args.threads} thread(s)"
     )
     print(f"naive / ours: {interval([n / o for n, o in zip(seconds['naive'], seconds['ours'])])}")
     print(

@@ -1,8 +1,8 @@
-"""Batch normalisation with statistics in fp32, over one rank or over all, on any device.
+"""Batch normalisation with statistics in fp32, over one rank or over all ranks, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors, and a model cast to bf16 or fp16 keeps its running statistics in that type,
-where a momentum of 0.1 soon rounds to nothing. `Fp32BatchNorm` replaces both: weights may be of half precision,
-sums and running statistics are not.
+torch's SyncBatchNorm refuses CPU tensors. A model cast to bf16 or fp16 keeps its running statistics in that type, where
+an update with momentum 0.1 soon rounds to nothing. `Fp32BatchNorm` solves both: weights may be in half precision, but
+sums and running statistics stay in fp32.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from torch import nn
 
 
 class _SyncedNormalise(torch.autograd.Function):
-    """y = (x - mean) / sqrt(var + eps) with mean and var over all ranks. With D = sum dy and P = sum dy * y over all n
-    values of a channel on all ranks: dx = (dy - D / n - y * P / n) / sqrt(var + eps)."""
+    """y = (x - mean) / sqrt(var + eps), with mean and var over all ranks.
+
+    Let D = sum dy and P = sum dy * y over the n values of a channel on all ranks. Then
+    dx = (dy - D / n - y * P / n) / sqrt(var + eps).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, eps: float, group: Any) -> tuple[torch.Tensor, ...]:
         axes = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1]
-        # Sums about this rank's own mean, joined by the parallel-variance rule: E[x^2] - E[x]^2 would cancel.
+        # Each rank sums around its own mean; the parallel-variance rule joins the sums. E[x^2] - E[x]^2 would cancel.
         local_mean = x.mean(axes)
         local_m2 = (x - _per_channel(local_mean, x)).square().sum(axes)
         packed = torch.cat([x.new_tensor([float(count)]), local_mean * count])
@@ -54,7 +57,7 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Drop-in for BatchNorm1d/2d/3d with the same parameters and buffers; `synchronise` joins the ranks."""
+    """Drop-in for BatchNorm1d/2d/3d with the same parameters and buffers. `synchronise`: statistics over all ranks."""
 
     synchronise = False
     process_group: Any = None
@@ -64,7 +67,7 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"batch norm takes (N, C, ...), got {x.dim()} dimensions")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp32BatchNorm:
-        # `.bfloat16()` on the model reaches here: buffers follow the device but stay fp32.
+        # `.bfloat16()` on the model ends up here: the buffers follow the device but stay fp32.
         super()._apply(fn, recurse)
         self.keep_statistics_fp32()
         return self
@@ -84,42 +87,46 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
         bias = self.bias.float() if self.bias is not None else None
         use_batch = self.training or self.running_mean is None
         world = dist.get_world_size(self.process_group) if self.synchronise and dist.is_initialized() else 1
-        # Never in evaluation, where ranks see different numbers of images: as torch's SyncBatchNorm does.
+        momentum = self.momentum if self.momentum is not None else 0.0
+        if self.training and self.track_running_stats:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        # As in torch's SyncBatchNorm, ranks never join in evaluation, where they see different numbers of images.
         if not self.training or world == 1:
-            momentum = self.momentum if self.momentum is not None else 0.0
-            if self.training and self.track_running_stats:
-                self.num_batches_tracked.add_(1)
-                if self.momentum is None:
-                    momentum = 1.0 / float(self.num_batches_tracked)
             y = nn.functional.batch_norm(
                 x.float(), self.running_mean, self.running_var, weight, bias, use_batch, momentum, self.eps
             )
             return y.to(x.dtype)
         y, mean, variance, total = _SyncedNormalise.apply(x.float(), self.eps, self.process_group)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
                 self.running_mean.lerp_(mean, momentum)
                 self.running_var.lerp_(variance * (total / (total - 1)), momentum)
         if weight is not None:
-            y = y * _per_channel(weight, y) + _per_channel(bias, y)
+            y = y * _per_channel(weight, y)
+        if bias is not None:
+            y = y + _per_channel(bias, y)
         return y.to(x.dtype)
 
 
 class Fp32BatchNormAct(Fp32BatchNorm):
-    """The same for timm's BatchNormAct2d, which drops and activates after normalising."""
+    """The same for timm's BatchNormAct2d, which applies dropout and an activation after the norm."""
+
+    act: nn.Module
+    drop: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.drop(super().forward(x)))
 
 
 def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: Any = None) -> int:
-    """Turn every batch norm of the model into an Fp32BatchNorm in place, and say how many there were.
+    """Turn every batch norm of the model into an Fp32BatchNorm in place, and return how many there were.
 
-    The class is changed, not the object, so that parameters keep their names and owners their references.
+    Only the class of each layer changes. The object stays, so parameter names and references to it stay valid.
     """
-    replacements = {
+    replacements: dict[type, type[Fp32BatchNorm]] = {
         nn.BatchNorm1d: Fp32BatchNorm,
         nn.BatchNorm2d: Fp32BatchNorm,
         nn.BatchNorm3d: Fp32BatchNorm,
@@ -139,9 +146,10 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
                 f"{type(module).__name__} is a batch norm of its own kind, which can be neither "
                 "synchronised over ranks nor kept in fp32: use plain BatchNorm layers"
             )
-        # A layer may have asked for it by itself.
+        # A layer that is synchronised already stays so.
         already = isinstance(module, nn.SyncBatchNorm) or (isinstance(module, Fp32BatchNorm) and module.synchronise)
         module.__class__ = replacements[type(module)]
+        assert isinstance(module, Fp32BatchNorm)
         module.synchronise = synchronise or already
         if synchronise:
             module.process_group = process_group
@@ -156,7 +164,7 @@ def _timm_batch_norm_act() -> type:
 
 
 def keep_statistics(model: nn.Module) -> None:
-    """mmdet's `norm_eval`: batch norm uses its running statistics, though the model trains."""
+    """mmdet's `norm_eval`: batch norm uses its running statistics while the model trains, and does not update them."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()

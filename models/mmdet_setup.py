@@ -1,6 +1,6 @@
-"""The one way into mmdet: our kernels under mmcv.ops first, no notices on the screen, everything registered.
+"""The one way to import mmdet: with our kernels under mmcv.ops, without notices on the screen, our parts registered.
 
-A module that imports mmdet at its top calls `import_mmdet()` before.
+A module that imports mmdet at its top calls `import_mmdet()` first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import functools
 import io
 import warnings
 from collections.abc import Iterator
+
+from models.mmcv_kernels import install
 
 
 @contextlib.contextmanager
@@ -27,8 +29,7 @@ def quiet() -> Iterator[None]:
 @functools.cache
 def import_mmdet() -> None:
     """Import mmdet with our kernels under mmcv.ops, and register everything that configs may name."""
-    import models  # noqa: F401  puts mmcv's kernels in place, which must come before mmdet
-
+    install()  # mmdet looks for mmcv.ops when it is imported
     with quiet():
         import mmdet.models  # noqa: F401
         from mmdet.utils import register_all_modules

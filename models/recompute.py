@@ -1,4 +1,4 @@
-"""Run a block again in backward instead of keeping its activations."""
+"""Activation checkpointing: run a block again in backward instead of keeping its activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(block: nn.Module, *args: Any, call: Callable | None = None, **kwargs: Any) -> Any:
-    """`block(*args)`, or `call(*args)` in its place, recomputed where gradients are wanted."""
+    """`block(*args)`, or `call(*args)` in its place. It is recomputed in backward if gradients are enabled."""
     call = block if call is None else call
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
@@ -33,6 +33,7 @@ def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     saved = [(m.momentum, m.num_batches_tracked) for m in norms]
     for norm in norms:
         norm.momentum = 0.0
+        assert norm.num_batches_tracked is not None
         norm.num_batches_tracked = norm.num_batches_tracked.clone()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Importing this registers everything of ours with mmdet and timm. mmdet's own modules come first."""
+"""Importing this registers all our parts with mmdet. mmdet's own modules come first."""
 
 import models.ablations.heads
 import models.htcx.box_head
@@ -6,5 +6,4 @@ import models.htcx.pyramid
 import models.htcx.roi_head
 import models.semantic_fpn
 import models.timm_backbone
-import models.uninet.backbone
-import models.uninet.classifier  # noqa: F401
+import models.uninet.backbone  # noqa: F401

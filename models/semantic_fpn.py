@@ -1,7 +1,8 @@
-"""Semantic FPN (Kirillov et al., Panoptic Feature Pyramid Networks, 2019): a class for every pixel from a pyramid.
+"""Semantic FPN (Kirillov et al., Panoptic Feature Pyramid Networks, 2019): a pyramid gives every pixel a class.
 
-Every level goes through 3x3 convolutions with normalisation and ReLU, each followed by enlarging twice, until all have
-the stride of the finest; their sum is classified at that stride and enlarged to the image.
+Each level goes through 3x3 convolutions with normalisation and ReLU. Each convolution is followed by 2x upsampling,
+until all levels have the finest stride. Their sum is classified at that stride, and the logits are upsampled to the
+size of the image.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from mmengine.model import BaseModule, ModuleList
 from mmengine.structures import PixelData
 from torch import nn
 
+GROUP_NORM = dict(type="GN", num_groups=32)
+
 
 @MODELS.register_module()
 class SemanticFPNHead(BaseModule):
-    """`strides` of the levels it takes, the finest first, each twice its predecessor.
+    """`strides` are those of the input levels, the finest first, each twice the one before.
 
     The loss is the mean cross-entropy over the pixels of a micro-batch that have a class.
     """
@@ -36,7 +39,7 @@ class SemanticFPNHead(BaseModule):
         dropout: float = 0.1,
         ignore_index: int = 255,
         loss_weight: float = 1.0,
-        norm_cfg: dict | None = dict(type="GN", num_groups=32),
+        norm_cfg: dict | None = GROUP_NORM,
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(init_cfg)
@@ -44,12 +47,8 @@ class SemanticFPNHead(BaseModule):
             raise ValueError(f"strides must double from level to level, got {list(strides)}")
         self.num_classes, self.ignore_index, self.loss_weight = num_classes, ignore_index, loss_weight
         self.scales = ModuleList(
-            [
-                ConvUpsample(
-                    in_channels, inner_channels, num_layers=max(1, level), num_upsample=level, norm_cfg=norm_cfg
-                )
-                for level in range(len(strides))
-            ]
+            ConvUpsample(in_channels, inner_channels, num_layers=max(1, i), num_upsample=i, norm_cfg=norm_cfg)
+            for i in range(len(strides))
         )
         self.dropout = nn.Dropout2d(dropout)
         self.conv_logits = nn.Conv2d(inner_channels, num_classes, 1)
@@ -57,6 +56,7 @@ class SemanticFPNHead(BaseModule):
     def init_weights(self) -> None:
         super().init_weights()
         nn.init.normal_(self.conv_logits.weight, std=0.01)
+        assert self.conv_logits.bias is not None
         nn.init.zeros_(self.conv_logits.bias)
 
     def forward(self, levels: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,13 +69,13 @@ class SemanticFPNHead(BaseModule):
     def loss_by_feat(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = F.interpolate(logits, size=labels.shape[-2:], mode="bilinear", align_corners=False)
         total = F.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
-        # Without any pixel that counts the sum is zero too.
+        # If no pixel has a class, the sum is zero, and the clamp avoids 0 / 0.
         counted = (labels != self.ignore_index).sum().clamp(min=1)
         right = ((logits.argmax(1) == labels).sum() / counted).detach()
         return {"loss_seg": self.loss_weight * total / counted, "acc_seg": 100 * right}
 
     def predict_by_feat(self, logits: torch.Tensor, metas: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-        """The class of every pixel of the images as they were before resizing and padding."""
+        """The class of every pixel of the original images, before resizing and padding."""
         padded = F.interpolate(logits, size=metas[0]["batch_input_shape"], mode="bilinear", align_corners=False)
         maps = []
         for image, meta in zip(padded, metas):

@@ -15,10 +15,10 @@ from models.batch_norm import keep_statistics
 
 @MODELS.register_module()
 class TimmBackbone(BaseModule):
-    """`timm.create_model(model_name, features_only=True)`; weights come from a file, never from a download.
+    """`timm.create_model(model_name, features_only=True)`. Weights come from a file, never from a download.
 
-    `out_indices` counts timm's feature levels (strides 2, 4, 8, ... for most). `frozen_stages` is left to
-    `detector.frozen`, which works for every model alike. `channels` holds the width of each output.
+    `out_indices` counts timm's feature levels (strides 2, 4, 8, ... for most models). There is no `frozen_stages`: use
+    `detector.frozen`, which works for every model. `channels` holds the width of each output.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TimmBackbone(BaseModule):
         )
         self.channels = list(self.body.feature_info.channels())
         self.norm_eval = norm_eval
-        # Some hybrids (Swin, ConvNeXt with a format option) hand out maps as N, H, W, C.
+        # Some hybrids (Swin, ConvNeXt with a format option) return maps as N, H, W, C.
         self._channels_last = (
             getattr(self.body, "output_fmt", "NCHW") == "NHWC"
             or getattr(getattr(self.body, "model", None), "output_fmt", "NCHW") == "NHWC"

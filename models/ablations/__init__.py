@@ -1,5 +1,5 @@
-"""The paper's ablations on gradient variance, as changes to a detector: they make the heads' effective batch smaller.
+"""The paper's ablations on gradient variance: changes to a detector that make the heads' effective batch smaller.
 
-Every pixel, pyramid level and region that a shared head sees counts as one more sample in its gradient. The paper takes
-these away one by one and watches the gradient variances of heads and backbone come together (figure 3, appendix A.3).
+Every pixel, pyramid level and region that a shared head sees is one more sample in its gradient. The paper removes
+these one by one, and the gradient variances of heads and backbone become more alike (figure 3, appendix A.3).
 """

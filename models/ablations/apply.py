@@ -1,4 +1,4 @@
-"""The ablations of a config, made on an mmdet model dictionary before it is built."""
+"""Apply the ablations of a config to an mmdet model dictionary before the model is built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def apply_ablations(model: Any, *, no_fpn: bool, independent_heads: bool, ignored_pixels: float) -> None:
-    """Change the dictionary in place; ValueError where an ablation does not fit the detector."""
+    """Change the dictionary in place. Raise ValueError if an ablation does not fit the detector."""
     if no_fpn:
         from models.ablations.no_fpn import remove_fpn
 

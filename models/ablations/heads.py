@@ -1,4 +1,4 @@
-"""RetinaNet's head and the RPN with layers of their own for every level, or blind to a share of the pixels."""
+"""RetinaNet's head and the RPN with separate layers for every level, or with a share of the pixels ignored."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from mmdet.registry import MODELS
 from mmengine.model import ModuleList
 from torch import Tensor
 
+_Head: Any = object  # the classes below extend an mmdet head, which stands behind them in the list of bases
 
-class _IndependentLevels:
-    """`independent_levels`: one set of layers per level instead of one for all, so that no level adds to another's batch."""
 
-    shared: type  # the head as mmdet has it
+class _IndependentLevels(_Head):
+    """`independent_levels`: each level has layers of its own, so that no level adds to the batch of another."""
+
+    shared: type  # mmdet's head
 
     def __init__(self, *args: Any, independent_levels: bool = False, **kwargs: Any) -> None:
         self.independent_levels = independent_levels
         if not independent_levels:
             super().__init__(*args, **kwargs)
             return
-        # The levels' heads initialise themselves, which torch's own ModuleList would not let them; this one only puts
-        # their outputs together and has the losses.
+        # This head only joins the outputs of the levels' heads and computes the losses. mmengine's ModuleList lets the
+        # levels' heads initialise themselves; torch's would not.
         super().__init__(*args, **{**kwargs, "init_cfg": None})
         self.levels = ModuleList(self.shared(*args, **kwargs) for _ in range(self.prior_generator.num_levels))
 
@@ -38,10 +40,11 @@ class _IndependentLevels:
         return tuple(list(output) for output in zip(*outputs))
 
 
-class _IgnoredPixels:
-    """`ignored_pixels`: the share of pixels, drawn anew for every image and level, whose anchors are left out of the loss.
+class _IgnoredPixels(_Head):
+    """`ignored_pixels`: the share of pixels whose anchors do not count in the loss, drawn for each image and level.
 
-    The sums are divided by the remaining share, so that the loss keeps its expected value (ours: the paper does not say).
+    The sums are divided by the remaining share, so that the expected loss stays the same. This is our choice: the paper
+    does not say.
     """
 
     def __init__(self, *args: Any, ignored_pixels: float = 0.0, **kwargs: Any) -> None:
@@ -62,9 +65,8 @@ class _IgnoredPixels:
         if self.ignored_pixels:
             images, _, height, width = cls_score.shape
             kept = torch.rand(images, height * width, device=cls_score.device) >= self.ignored_pixels
-            kept = kept.repeat_interleave(
-                label_weights.shape[1] // kept.shape[1], dim=1
-            )  # a pixel's anchors are neighbours
+            # The anchors of a pixel are neighbours.
+            kept = kept.repeat_interleave(label_weights.shape[1] // kept.shape[1], dim=1)
             label_weights = label_weights * kept
             bbox_weights = bbox_weights * kept.unsqueeze(-1)
             avg_factor = avg_factor * (1 - self.ignored_pixels)

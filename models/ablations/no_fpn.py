@@ -1,7 +1,7 @@
-"""No pyramid: the heads see the backbone's last feature map only.
+"""No pyramid: the heads see only the last feature map of the backbone.
 
-A 1x1 convolution brings it to the pyramid's width, so that the heads stay what they are, and the anchors of all levels
-stand on it, as on the C4 detectors from before pyramids. Both are our reading: the paper says "remove FPN and only adopt
+A 1x1 convolution changes it to the pyramid's width, so that the heads stay the same. The anchors of all levels are
+placed on it, as in the C4 detectors before pyramids. Both are our reading: the paper says "remove FPN and only adopt
 the final-level feature map to perform detection".
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def remove_fpn(model: Any) -> None:
-    """Change an mmdet model dictionary in place; ValueError where there is no FPN that could go."""
+    """Change an mmdet model dictionary in place. Raise ValueError if there is no FPN that can be removed."""
     neck, backbone = model.get("neck"), model["backbone"]
     if not isinstance(neck, dict) or neck.get("type") != "FPN":
         found = neck.get("type") if isinstance(neck, dict) else neck
@@ -30,7 +30,7 @@ def remove_fpn(model: Any) -> None:
         )
 
     width = neck["in_channels"][-1]
-    level = len(neck["in_channels"]) - 1 - neck.get("start_level", 0)  # of the pyramid, on the backbone's last map
+    level = len(neck["in_channels"]) - 1 - neck.get("start_level", 0)  # the pyramid level of the backbone's last map
     backbone["out_indices"] = (backbone["out_indices"][-1],)
     model["neck"] = dict(
         type="ChannelMapper",
@@ -49,7 +49,7 @@ def remove_fpn(model: Any) -> None:
 
 
 def _on_one_level(generator: Any, level: int) -> dict[str, Any]:
-    """Anchors of the same sizes, on one level: a scale is a size in strides."""
+    """Anchors of the same sizes, all on one level. A scale is a size in units of the stride."""
     generator = dict(generator)
     octaves = generator.pop("scales_per_octave", None)
     base = generator.pop("octave_base_scale", None)

@@ -1,1 +1,1 @@
-"""HTC-X: the parts of the detector that mmdet does not have."""
+"""The parts of HTC-X that mmdet does not have."""

@@ -1,4 +1,4 @@
-"""HTC-X's box head: one transformer over the pixels of a region for its class, another for its place."""
+"""HTC-X's box head: one transformer over the pixels of a region for its class, another for its box."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POOLINGS = ("mean", "token", "flatten")
 
 
 class Tower(nn.Module):
-    """Pre-norm transformer blocks over the region's pixels, with learned positions, to one vector."""
+    """Pre-norm transformer blocks over the pixels of a region, with learned positions. Gives one vector per region."""
 
     def __init__(self, channels: int, tokens: int, depth: int, heads: int, mlp_ratio: float, pooling: str) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Tower(nn.Module):
         self.norm = nn.LayerNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Regions are cropped in fp32 whatever the weights' type, and a norm takes no mixture.
+        # Regions are always cropped in fp32, and a norm does not accept mixed types.
         x = x.flatten(2).transpose(1, 2).to(self.position.dtype) + self.position
         if self.token is not None:
             x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
@@ -40,8 +40,8 @@ class Tower(nn.Module):
 class DecoupledTransformerBoxHead(BBoxHead):
     """`cls_depth` blocks for classification and `reg_depth` for localisation (the paper: 4 and 4), nothing shared.
 
-    Inferred, and so options: 7x7 pixels as tokens, 8 heads, an MLP as wide as the tokens, mean pooling ("token" adds a
-    class token, "flatten" keeps all pixels for the last layer), and boxes regardless of class.
+    Inferred, and therefore options: 7x7 pixels as tokens, 8 heads, an MLP as wide as the tokens, mean pooling ("token"
+    adds a class token, "flatten" keeps all pixels for the last layer), and class-agnostic boxes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""CSN, the cross-scale shift network of RCNet: channels move between all levels, near and far, in one step."""
+"""CSN, the cross-scale shift network of RCNet: some channels move between all levels, near and far, in one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = 16
 class AttentionPool(nn.Module):
     """conv1x1(sum over s of softmax over s of (conv1x1 x) x[s]) for x of (N, C, S): a context of (N, C).
 
-    The first convolution has no bias, which the softmax would cancel.
+    The first convolution has no bias, as the softmax would cancel it.
     """
 
     def __init__(self, channels: int) -> None:
@@ -32,14 +32,15 @@ class AttentionPool(nn.Module):
 
 
 class CrossScaleShift(nn.Module):
-    """All levels at the size of one of them: X[l] = resize(x[l]). Four groups of C/16 channels come from other levels:
+    """All levels are resized to one size, X[l] = resize(x[l]). Four groups of C/16 channels come from other levels:
 
     S[l] = [X[l+1] group 0; X[l-1] group 1; X[l+2] group 2; X[l-2] group 3; X[l]], levels counted in a circle,
     Y[l] = X[l] + conv1x1(ReLU(BN(conv1x1 S[l]))) with weights per level, 1.25 C -> C -> C,
     y[l] = x[l] + resize(Y[l] + spatial context + scale context).
 
-    The spatial context attends to the pixels of the mean over levels of Y, the scale context to the levels of its mean
-    over pixels. Maps shrink by max-pooling and grow bilinearly. `meeting_level` gives the common size: the middle one.
+    The spatial context attends to the pixels of Y averaged over levels. The scale context attends to the levels of Y
+    averaged over pixels. Maps are downsized by max-pooling and upsampled bilinearly. `meeting_level` is the level whose
+    size all levels take (default: the middle one).
     """
 
     def __init__(self, channels: int, levels: int = 3, *, meeting_level: int | None = None) -> None:

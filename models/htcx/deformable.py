@@ -1,8 +1,8 @@
-"""Deformable convolution that predicts its own offsets, and the block of the pyramid that is made of it.
+"""Deformable convolution that predicts its own offsets, and the pyramid block that uses it.
 
-The offsets start at zero, so that training begins at a plain convolution. torchvision has no kernel for half precision
-on every device, and 0.29 reads memory at random where an offset is not a number: it computes in fp32 here, and such a
-place gives an output that is not a number either, so that it shows in the loss.
+The offsets start at zero, so that training starts from a plain convolution. torchvision does not have half-precision
+kernels on every device, so it computes in fp32 here. torchvision 0.29 reads memory at random for an offset that is NaN;
+here the output is NaN at that place, so that it shows in the loss.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
+from models.batch_norm import Fp32BatchNorm
 from models.mmcv_kernels.precision import widen
 
 
 class DeformableConv(nn.Conv2d):
     """y(p) = sum over taps k of w_k x(p + k + d_k(p)), a 3x3 convolution with offsets d = conv3x3(x).
 
-    The input channels form `offset_groups` groups, each with offsets of its own.
+    The input channels form `offset_groups` groups, and each group has its own offsets.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1, offset_groups: int = 1) -> None:
@@ -30,11 +31,11 @@ class DeformableConv(nn.Conv2d):
         self.start_neutral()
 
     def start_neutral(self) -> None:
-        nn.init.zeros_(self.offset.weight)
-        nn.init.zeros_(self.offset.bias)
+        for parameter in self.offset.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, *, deform: bool = True) -> Tensor:
-        """With `deform=False` the same weights as a plain convolution."""
+        """With `deform=False`, a plain convolution with the same weights."""
         if not deform:
             return super().forward(x)
         offset = self.offset(x)
@@ -58,10 +59,9 @@ class DeformableBlock(nn.Module):
 
 
 def _normalise(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm(x)`. One pixel of one image has no variance, and torch refuses it: the running statistics serve there."""
-    joined = (
-        getattr(norm, "synchronise", False) and dist.is_initialized() and dist.get_world_size(norm.process_group) > 1
-    )
+    """`norm(x)`. torch refuses one pixel of one image, as it has no variance: the running statistics are used then."""
+    synchronised = isinstance(norm, Fp32BatchNorm) and norm.synchronise and dist.is_initialized()
+    joined = synchronised and dist.get_world_size(getattr(norm, "process_group", None)) > 1
     if not norm.training or joined or x.numel() > x.shape[1]:
         return norm(x)
     norm.eval()

@@ -19,13 +19,13 @@ from models.htcx.sepc import SEPC
 class HTCXPyramid(BaseModule):
     """Maps of strides 8, 16, 32 (`in_channels`) to `num_outs` maps of `out_channels`, each half the size of the last.
 
-    The paper names RCNet, SEPC, P3 to P8 and 384 channels. Inferred is the order: 1x1 laterals with BN, RevFP, CSN,
-    further levels P6, P7, ... by deformable convolutions of stride 2 with BN (a ReLU before all but the first), then
-    `sepc_depth` pyramid convolutions over all levels. `extra_levels_first` makes the further levels from the laterals,
-    so that RevFP and CSN see all levels, as in RCNet by itself. Sizes halve with rounding up.
+    The paper names RCNet, SEPC, P3 to P8 and 384 channels. The order is inferred: 1x1 laterals with BN, RevFP, CSN,
+    extra levels P6, P7, ... by deformable convolutions of stride 2 with BN (a ReLU before all but the first), then
+    `sepc_depth` pyramid convolutions over all levels. `extra_levels_first` makes the extra levels from the laterals, so
+    that RevFP and CSN see all levels, as in the original RCNet. Half sizes are rounded up.
 
-    `revfp`, `shift` and `sepc_depth=0` switch parts off. `norm_eval` keeps the statistics of all BN as they are in
-    training, while their weights train.
+    `revfp=False`, `shift=False` and `sepc_depth=0` switch parts off. With `norm_eval`, all BN use their running
+    statistics in training and do not update them, while their weights train.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HTCXPyramid(BaseModule):
         self.sepc = SEPC(out_channels, sepc_depth, offset_groups=offset_groups, align_corners=sepc_align_corners)
 
     def init_weights(self) -> None:
-        """Fan-in scaled normal weights of gain 1, as BN or a sum follows each; offsets and attention neutral."""
+        """Normal weights scaled by fan-in, gain 1, as BN or a sum follows each. Offsets and attention start neutral."""
         for module in self.modules():
             if isinstance(module, nn.modules.conv._ConvNd):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="linear")
@@ -75,7 +75,7 @@ class HTCXPyramid(BaseModule):
         for module in self.modules():
             if isinstance(module, (DeformableConv, Fusion)):
                 module.start_neutral()
-        super().init_weights()  # what `init_cfg` asks for
+        super().init_weights()  # the user's init_cfg comes last
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if len(inputs) != len(self.laterals):

@@ -13,11 +13,11 @@ from models.mmcv_kernels.precision import widen
 
 
 class Fusion(nn.Module):
-    """BN(DCN(ReLU(w a + (1 - w) A b))), with w = sigmoid(conv1x1[GAP a; GAP b]) one number per image.
+    """BN(DCN(ReLU(w a + (1 - w) A b))), where w = sigmoid(conv1x1[GAP a; GAP b]) is one number per image.
 
-    If `guided`, A = HW softmax over HW of (T / sqrt(C) conv3x3[a; b]) says where to look in the coarse map b that was
-    enlarged to a's size; else A = 1. Both convolutions start at zero: w = 1/2 and A = 1. The 3x3 has no bias, which a
-    softmax would cancel. T has a dimension: DeepSpeed's ZeRO does not take scalars.
+    If `guided`, A = HW softmax over HW of (T / sqrt(C) conv3x3[a; b]) weighs the pixels of b, the coarse map upsampled
+    to the size of a. Otherwise A = 1. Both convolutions start at zero: w = 1/2 and A = 1. The 3x3 has no bias, as the
+    softmax would cancel it. T is a vector of one element, because DeepSpeed's ZeRO does not take scalars.
     """
 
     def __init__(self, channels: int, *, guided: bool, offset_groups: int) -> None:
@@ -29,30 +29,27 @@ class Fusion(nn.Module):
         self.start_neutral()
 
     def start_neutral(self) -> None:
-        nn.init.zeros_(self.weigh.weight)
-        nn.init.zeros_(self.weigh.bias)
-        if self.attend is not None:
+        for parameter in self.weigh.parameters():
+            nn.init.zeros_(parameter)
+        if self.attend is not None and self.temperature is not None:
             nn.init.zeros_(self.attend.weight)
             nn.init.ones_(self.temperature)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         w = torch.sigmoid(self.weigh(torch.cat([a, b], 1).mean((2, 3), keepdim=True)))
-        if self.attend is not None:
-            b = self._attention(a, b) * b
+        if self.attend is not None and self.temperature is not None:
+            logits = self.temperature * a.shape[1] ** -0.5 * self.attend(torch.cat([a, b], 1))
+            [wide] = widen(logits)  # in bf16 the shares of a large map would be too coarse
+            share = wide.flatten(1).softmax(1)
+            b = (share * share.shape[1]).view_as(logits).to(b.dtype) * b
         return self.out(w * a + (1 - w) * b)
-
-    def _attention(self, a: Tensor, b: Tensor) -> Tensor:
-        logits = self.temperature * a.shape[1] ** -0.5 * self.attend(torch.cat([a, b], 1))
-        [wide] = widen(logits)  # in bf16 the shares of a large map would be coarse
-        share = wide.flatten(1).softmax(1)
-        return (share * share.shape[1]).view_as(logits).to(b.dtype)
 
 
 class RevFP(nn.Module):
     """P[i] = f(C[i], C[i+1], P[i-1]), from the finest level to the coarsest:
 
-    P'[i] = fuse(C[i], A up(C[i+1])), which the top level leaves out (P' = C), and then
-    P[i] = fuse(P'[i], D) with D = max-pool of P[i-1], which the lowest level leaves out (P = P').
+    P'[i] = fuse(C[i], A up(C[i+1])), except at the coarsest level, where P' = C, and then
+    P[i] = fuse(P'[i], max-pool of P[i-1]), except at the finest level, where P = P'.
     """
 
     def __init__(self, channels: int, levels: int = 3, *, offset_groups: int = 2) -> None:
@@ -80,6 +77,6 @@ class RevFP(nn.Module):
 
 
 def _halve(x: Tensor, size: torch.Size) -> Tensor:
-    """2x2 max-pool to ceil sizes; a backbone that rounds its sizes otherwise gets windows that fit."""
+    """2x2 max-pool, sizes rounded up. If the backbone rounds its sizes in another way, adaptive windows are used."""
     pooled = F.max_pool2d(x, 2, ceil_mode=True)
     return pooled if pooled.shape[2:] == size else F.adaptive_max_pool2d(x, size)

@@ -1,4 +1,4 @@
-"""HTC-X's RoI head, HTC-Lite: a box cascade with a global context, and a mask head behind its last stage."""
+"""HTC-X's RoI head, HTC-Lite: a box cascade with a global context, and a mask head after the last stage."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch import Tensor
 
 
 class _Maps(tuple):
-    """The pyramid's maps, and the context vectors (N, C, 1, 1) that go with them."""
+    """The maps of the pyramid and their context vectors (N, C, 1, 1)."""
 
     context: Tensor | None = None
 
 
 @MODELS.register_module()
 class HTCXRoIHead(CascadeRoIHead):
-    """No semantic branch and no mask flow between stages; box only where `mask_head` is None.
+    """No semantic branch and no mask flow between stages. Predicts boxes only if `mask_head` is None.
 
-    context_head: mmdet's GlobalContextHead (or None): convolutions, global pooling and a multi-label loss. Its vector is
-        added to the features of every region of its image, for boxes and masks. It reads level `context_level`
-        (3: P6 of P3-P8; a mean over P8's few pixels would know little more than their number).
-    bbox_head: one for all stages (built once for each) or a list; `target_stds` gives one's box coder its per-stage values.
-    mask_loss_weight: of the mask loss in the sum; the boxes' weights are those of their stages.
+    context_head: mmdet's GlobalContextHead (or None): convolutions, global pooling and a multi-label loss. Its vector
+        is added to the features of every region of its image, for boxes and masks. It reads level `context_level`
+        (3 is P6 of P3-P8; a mean over the few pixels of P8 would carry little information).
+    bbox_head: one for all stages (built once for each) or a list. `target_stds` sets the box coder of each stage.
+    mask_loss_weight: factor of the mask loss. The box losses have the weights of their stages.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HTCXRoIHead(CascadeRoIHead):
     def _region_features(self, extractor: Any, x: Sequence[Tensor], rois: Tensor) -> Tensor:
         features = extractor(x[: extractor.num_inputs], rois)
         context = getattr(x, "context", None)
-        # rois[:, 0] is the image; its vector is the same for all pixels of a region.
+        # rois[:, 0] is the index of the image. All pixels of a region get the same vector.
         return features if context is None else features + context[rois[:, 0].long()].to(features.dtype)
 
     def _bbox_forward(self, stage: int, x: Sequence[Tensor], rois: Tensor) -> dict[str, Tensor]:
@@ -82,15 +82,15 @@ class HTCXRoIHead(CascadeRoIHead):
         truth, ignored, metas = unpack_gt_instances(batch_data_samples)
         losses: dict[str, Tensor] = {}
         x, scores = self._with_context(x)
-        if scores is not None:
+        if self.context_head is not None:
             losses["loss_context"] = self.context_head.loss(scores, [t.labels for t in truth])
         proposals = rpn_results_list
         for stage, weight in enumerate(self.stage_loss_weights):
             self.current_stage = stage
             sampled = [self._sample(stage, *parts) for parts in zip(proposals, truth, ignored)]
             boxes = self.bbox_loss(stage, x, sampled)
-            # Without any region mmdet leaves the class loss out, and proposes nothing: every rank enters every head and
-            # has every loss all the same, for ranks wait for each other.
+            # Without any region, mmdet omits the class loss and returns no proposals. Ranks wait for each other, so
+            # here every rank still runs every head and has every loss.
             parts = {"loss_cls": boxes["cls_score"].sum() * 0, **boxes["loss_bbox"]}
             losses.update(
                 {f"s{stage}.{name}": value * weight if "loss" in name else value for name, value in parts.items()}
@@ -143,7 +143,7 @@ class HTCXRoIHead(CascadeRoIHead):
         )
 
     def forward(self, x: Sequence[Tensor], rpn_results_list: list, batch_data_samples: list) -> tuple:
-        """Raw outputs, as tools that count or trace want them: scores, box deltas and mask logits."""
+        """Raw outputs for tools that count operations or trace: scores, box deltas and mask logits."""
         x = self._with_context(x)[0]
         counts = [len(result.bboxes) for result in rpn_results_list]
         rois, scores, deltas = self._refine_roi(

@@ -1,4 +1,4 @@
-"""SEPC, the scale-equalising pyramid convolution: one 3D-like kernel that slides over the levels too."""
+"""SEPC, the scale-equalising pyramid convolution: a kernel that also slides over the levels, like a 3D convolution."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from models.htcx.deformable import DeformableConv
 class PyramidConv(nn.Module):
     """y[l] = w1 * x[l] + w2 * (stride 2) x[l-1] + up(w0 * x[l+1]), then ReLU(BN(y)) with one BN for all levels.
 
-    Weights are shared across levels. What makes up the finest level is a plain convolution; in those above, of larger
-    blur, offsets let the kernel keep its scale. The statistics of BN are those of the pixels of all levels together,
-    as shared weights want shared statistics, and coarse levels have few pixels. No biases, as BN follows.
+    Weights are shared across levels. The finest level uses plain convolutions. The coarser levels are more blurred:
+    there the offsets let the kernel keep its scale. BN takes its statistics over the pixels of all levels together,
+    because the weights are shared and coarse levels have few pixels. There are no biases, as BN follows.
     """
 
     def __init__(self, channels: int, *, offset_groups: int = 1, align_corners: bool = True) -> None:
@@ -40,16 +40,16 @@ class PyramidConv(nn.Module):
         return [F.relu(y) for y in integrated_norm(self.norm, outs)]
 
     def _fit(self, y: Tensor, like: Tensor) -> Tensor:
-        """Enlarges the coarser level; the stride already fits the finer one, unless a backbone rounds sizes down."""
+        """Upsamples the coarser level. The finer one fits by its stride, unless the backbone rounds sizes down."""
         if y.shape[2:] == like.shape[2:]:
             return y
         return F.interpolate(y, size=like.shape[2:], mode="bilinear", align_corners=self.align_corners)
 
 
 class SEPC(nn.Module):
-    """`depth` pyramid convolutions in a row. Its convolutions for one-stage heads are left out.
+    """`depth` pyramid convolutions in a row, without SEPC's additional convolutions for one-stage heads.
 
-    `align_corners` is that of the published source for the enlarging; `offset_groups=1` too.
+    The defaults of `align_corners` (for upsampling) and `offset_groups` are those of the published source.
     """
 
     def __init__(self, channels: int, depth: int = 4, *, offset_groups: int = 1, align_corners: bool = True) -> None:
@@ -59,14 +59,13 @@ class SEPC(nn.Module):
         )
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        maps = list(maps)
         for conv in self.convs:
             maps = conv(maps)
-        return maps
+        return list(maps)
 
 
 def integrated_norm(norm: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
-    """`norm` of all pixels of all levels at once: (N, C, sum of HW, 1)."""
+    """Apply `norm` to the pixels of all levels at once: (N, C, sum of HW, 1)."""
     pixels = norm(torch.cat([m.flatten(2) for m in maps], 2).unsqueeze(3)).squeeze(3)
     parts = pixels.split([m.shape[2] * m.shape[3] for m in maps], 2)
     return [part.unflatten(2, m.shape[2:]) for part, m in zip(parts, maps)]

@@ -1,12 +1,12 @@
-"""mmcv's compiled kernels, written on torchvision and plain torch.
+"""Replacements for mmcv's compiled kernels, written with torchvision and plain torch.
 
-A plain install of mmcv has the Python half of `mmcv.ops` (signatures, autograd functions, registry entries) and
-lacks `mmcv._ext`, the compiled half it calls. `install()` puts a module of that name in place, so mmcv's own files
-are used unchanged. Where a compiled `mmcv._ext` exists, nothing is done.
+A plain install of mmcv has the Python half of `mmcv.ops` (signatures, autograd functions, registry entries) but not
+`mmcv._ext`, the compiled half that it calls. `install()` provides a module of that name, so mmcv's own files are used
+unchanged. If a compiled `mmcv._ext` exists, nothing is done.
 
-One subject per file; each kernel has the name, argument order and in-place outputs that `mmcv/ops/*.py` expects.
-Half-precision tensors are computed in fp32: torchvision's CPU kernels know no others, and mmcv's own bf16 support
-varies from op to op.
+One subject per file. Each kernel has the name, argument order and in-place outputs that `mmcv/ops/*.py` expects.
+Half-precision tensors are computed in fp32: torchvision's CPU kernels have no half precision, and mmcv's own bf16
+support varies from op to op.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ def install() -> None:
     if "mmcv._ext" in sys.modules:
         return
     mmcv = importlib.util.find_spec("mmcv")
-    # find_spec("mmcv._ext") would import mmcv, and opencv with it, to learn where to look.
+    # find_spec("mmcv._ext") would import mmcv, and opencv with it, to find out where to look.
     if mmcv is None or importlib.machinery.PathFinder.find_spec("mmcv._ext", mmcv.submodule_search_locations):
         return
-    # mmdet binds a stand-in for each op it fails to import, and nothing put in place afterwards reaches those.
+    # mmdet binds a placeholder for each op that it fails to import. Kernels installed later do not replace these.
     if "mmcv.ops" not in sys.modules and {"mmdet.models", "mmdet.structures.mask"} & sys.modules.keys():
         raise ImportError("mmdet was imported before models and has no mmcv ops: import models first")
     sys.modules["mmcv._ext"] = _Kernels("mmcv._ext", __doc__)
 
 
 class _Kernels(ModuleType):
-    """Stands in for the compiled `mmcv._ext`. torch and torchvision load with the first kernel that is asked for."""
+    """Stands in for the compiled `mmcv._ext`. The kernels are imported when the first one is used."""
 
     def __init__(self, name: str, doc: str | None) -> None:
         super().__init__(name, doc)
         self.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)  # find_spec refuses a module without one
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        # What looks at every loaded module (inspect, pytest, pickle) asks for private names, and must not be answered.
+        # inspect, pytest and pickle look at every loaded module and ask for private names. These do not exist here.
         if name.startswith("_"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__dict__.update(_load())
@@ -63,7 +63,7 @@ def _load() -> dict[str, Callable[..., Any]]:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast would run a matrix product inside a kernel in half precision, after its inputs were widened."""
+    """With autocast, matrix products inside a kernel would run in half precision although its inputs are fp32."""
     import torch
 
     @functools.wraps(kernel)
@@ -75,7 +75,7 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nothing_compiled() -> str:
-    return "n/a"  # what mmcv's collect_env says of an install without ops
+    return "n/a"  # as mmcv's collect_env reports an install without ops
 
 
 def _not_provided(name: str, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention: mmcv calls these on a GPU, and its own plain-torch version on the CPU."""
+"""Multi-scale deformable attention. mmcv calls these on a GPU; on the CPU it uses its own plain-torch version."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def ms_deform_attn_backward(
 def _attend(shapes: Tensor, value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
-    # As a list: it is iterated over, and each number taken from a GPU tensor is a wait of its own.
+    # As a list, because it is iterated over: reading each number from a GPU tensor would synchronise every time.
     return multi_scale_deformable_attn_pytorch(value, shapes.tolist(), locations, weights)

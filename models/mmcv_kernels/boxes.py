@@ -1,7 +1,7 @@
 """Overlap and suppression of boxes: IoU, NMS, soft NMS, NMS match and the NMS of lanes.
 
-An `offset` of 1 is the older convention in which a box from x1 to x2 is x2 - x1 + 1 wide. Moving x2 and y2 by one
-gives the same widths, overlaps and areas, so one IoU serves both.
+With `offset` 1, the older convention, a box from x1 to x2 is x2 - x1 + 1 wide. Adding one to x2 and y2 gives the same
+widths, overlaps and areas, so one IoU function serves both conventions.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def softnms(
 ) -> Tensor:
     """Fills `dets` with boxes and decayed scores, best first, and returns their indices.
 
-    The best box at each step is kept whatever its score: `min_score` discards boxes as they are decayed.
+    Each step keeps the best box, whatever its score. `min_score` only removes boxes after their score was decayed.
     """
     boxes, scores = widen(boxes.detach(), scores.detach())
-    # One step depends on the one before, so this is a loop of small operations, and numpy starts those sooner.
+    # Each step depends on the one before, so this is a loop of small operations. numpy has less overhead per operation.
     left, decayed = _moved(boxes, offset).numpy().T.copy(), scores.numpy().copy()
-    indices = np.arange(len(decayed))
+    indices: np.ndarray = np.arange(len(decayed))
     keep, kept_scores = [], []
     while len(indices):
         best = decayed.argmax()
@@ -77,7 +77,7 @@ def nms_match(dets: Tensor, *, iou_threshold: float) -> list[list[int]]:
 
 
 def _iou_with(box: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """IoU of one box (4,) with others (4, n): a coordinate a row, which numpy runs through three times as fast."""
+    """IoU of one box (4,) with others (4, n). With one coordinate per row, numpy is three times as fast."""
     width = np.minimum(box[2], boxes[2]) - np.maximum(box[0], boxes[0])
     height = np.minimum(box[3], boxes[3]) - np.maximum(box[1], boxes[1])
     overlap = np.maximum(width, 0) * np.maximum(height, 0)
@@ -94,10 +94,10 @@ def bbox_overlaps(boxes1: Tensor, boxes2: Tensor, ious: Tensor, *, mode: int, al
 def line_nms_forward(lanes: Tensor, scores: Tensor, overlap: float, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """NMS of CLRNet's lanes: a lane is (., ., start in 0..1, ., length in strips, x at each of the strips' ends).
 
-    A lane is suppressed by a better one at a mean horizontal distance below `overlap` over the strips both cover.
-    Returns the kept indices padded with zeros, their number, and for each lane the rank + 1 of what kept or
-    suppressed it (0 for neither). mmcv 2.3.6's kernel compares the lanes in their given order and reads the result
-    in score order; here both are score order, which is the same where the lanes come sorted.
+    A better lane suppresses another one if their mean horizontal distance, over the strips that both cover, is below
+    `overlap`. Returns the kept indices padded with zeros, their number, and for each lane the rank + 1 of the lane that
+    suppressed it or of itself (0 for neither). mmcv 2.3.6's kernel compares the lanes in their given order and reads
+    the result in score order. Here both are in score order, which is the same if the lanes come sorted.
     """
     order = scores.argsort(descending=True)
     lanes = widen(lanes)[0][order]

@@ -1,11 +1,11 @@
 """CARAFE: upsampling by content-aware kernels.
 
-An output pixel is the sum over a k x k neighbourhood of the input pixel it lies in, weighted by the k * k mask
-channels of its group at that output pixel:
+Each output pixel lies in one input pixel. It is a weighted sum over the k x k neighbourhood of that input pixel. The
+weights are the k * k mask channels of its group at the output pixel:
 
     out[n, c, y, x] = sum_ij mask[n, g(c), i, j, y, x] * input[n, c, y // s + i - k // 2, x // s + j - k // 2]
 
-One tap of the kernel at a time, so that the memory is that of the output and not k * k times as much.
+The code handles one tap of the kernel at a time, so it needs the memory of one output and not k * k times as much.
 """
 
 from __future__ import annotations
@@ -65,14 +65,10 @@ def carafe_forward(
     routput: Tensor,
     rmasks: Tensor,
     output: Tensor,
-    *,
-    kernel_size: int,
-    group_size: int,
-    scale_factor: int,
+    **sizes: int,
 ) -> None:
-    sizes = dict(kernel_size=kernel_size, group_size=group_size, scale_factor=scale_factor)
     carafe_naive_forward(features, masks, output, **sizes)
-    rfeatures.copy_(features)  # all that mmcv hands to the backward pass; the other r* are scratch space
+    rfeatures.copy_(features)  # mmcv passes only this to the backward pass; the other r* are scratch space
 
 
 def carafe_backward(
@@ -85,12 +81,8 @@ def carafe_backward(
     rgrad_masks: Tensor,
     grad_input: Tensor,
     grad_masks: Tensor,
-    *,
-    kernel_size: int,
-    group_size: int,
-    scale_factor: int,
+    **sizes: int,
 ) -> None:
-    sizes = dict(kernel_size=kernel_size, group_size=group_size, scale_factor=scale_factor)
     carafe_naive_backward(grad_output, rfeatures, masks, grad_input, grad_masks, **sizes)
 
 
@@ -102,7 +94,7 @@ def _cells(output: Tensor, groups: int, scale: int) -> Tensor:
 def _taps(
     padded: Tensor, masks: Tensor, kernel: int, groups: int, scale: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each tap: the window of the padded input, the same against `_cells`, and its mask against `_cells`."""
+    """For each tap: the window of the padded input, then this window and its mask, both shaped like `_cells`."""
     masks = _cells(masks, groups, scale)
     height, width = masks.shape[3], masks.shape[5]
     for tap in range(kernel * kernel):

@@ -1,14 +1,15 @@
 """Deformable convolution, with (DCNv2) and without (DCNv1) a mask, on torchvision's kernels.
 
 mmcv and torchvision agree on the offsets (y before x for each tap), on groups and on zeros outside the map. mmcv's
-`columns`, `ones` and `im2col_step` are the scratch space of its own kernels; torchvision takes care of its own.
+`columns`, `ones` and `im2col_step` are scratch space of its own kernels, which torchvision does not need.
 
-They part over an offset that is not a number: mmcv takes it to lie outside the map, torchvision 0.29 reads memory at
-random and may end the process. Here the output is not a number there, so that it shows in the loss.
+They differ for an offset that is NaN. mmcv treats it as outside the map; torchvision 0.29 reads memory at random and
+may end the process. Here the output is NaN at that place, so that it shows in the loss.
 """
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ __all__ = [
 def deform_conv_forward(
     x: Tensor, weight: Tensor, offset: Tensor, output: Tensor, columns: Tensor, ones: Tensor, **layout: Any
 ) -> None:
-    output.copy_(_forward(x, weight, offset, None, None, _layout_v1(**layout)))
+    output.copy_(_forward(x, weight, offset, None, None, _layout_v1(layout)))
 
 
 def deform_conv_backward_input(
@@ -43,10 +44,10 @@ def deform_conv_backward_input(
     columns: Tensor,
     **layout: Any,
 ) -> None:
-    grads = _backward(grad_output, x, weight, offset, None, None, _layout_v1(**layout))
+    grads = _backward(grad_output, x, weight, offset, None, None, _layout_v1(layout))
     grad_input.copy_(grads[0])
     grad_offset.copy_(grads[2])
-    # torchvision computes all gradients in one go; mmcv asks for the weight's next, with the same scratch tensor.
+    # torchvision computes all gradients at once. mmcv asks for the weight's next and passes the same scratch tensor.
     columns.resize_(weight.shape).copy_(grads[1])
 
 
@@ -62,7 +63,7 @@ def deform_conv_backward_parameters(
     **layout: Any,
 ) -> None:
     if columns.shape != grad_weight.shape:  # neither the input nor the offset needed a gradient
-        columns = _backward(grad_output, x, grad_weight, offset, None, None, _layout_v1(**layout))[1]
+        columns = _backward(grad_output, x, grad_weight, offset, None, None, _layout_v1(layout))[1]
     grad_weight.add_(columns, alpha=scale)
 
 
@@ -80,7 +81,7 @@ def modulated_deform_conv_forward(
     **layout: Any,
 ) -> None:
     offset, mask = (_as_read(taps, output.shape[2:]) for taps in (offset, mask))
-    output.copy_(_forward(x, weight, offset, mask, bias if with_bias else None, _layout_v2(**layout)))
+    output.copy_(_forward(x, weight, offset, mask, bias if with_bias else None, _layout_v2(layout)))
 
 
 def modulated_deform_conv_backward(
@@ -102,7 +103,7 @@ def modulated_deform_conv_backward(
     **layout: Any,
 ) -> None:
     offset, mask = (_as_read(taps, grad_output.shape[2:]) for taps in (offset, mask))
-    grads = _backward(grad_output, x, weight, offset, mask, bias if with_bias else None, _layout_v2(**layout))
+    grads = _backward(grad_output, x, weight, offset, mask, bias if with_bias else None, _layout_v2(layout))
     outs = (grad_input, grad_weight, grad_offset, grad_mask, grad_bias)
     for out, grad in zip(outs if with_bias else outs[:-1], grads):
         unread = out.numel() - grad.numel()
@@ -110,46 +111,20 @@ def modulated_deform_conv_backward(
 
 
 def _as_read(taps: Tensor, size: torch.Size) -> Tensor:
-    """Offsets or masks of a larger map as mmcv reads them: the first numbers of each image, in the output's size.
+    """Offsets or masks of a larger map as mmcv reads them: the first values of each image, shaped like the output.
 
-    mmdet's DyHead depends on it, and so do its trained weights: it hands the offsets of one level to the next.
+    mmdet's DyHead passes the offsets of one level to the next, so it and its trained weights depend on this.
     """
     if taps.shape[2:] == size:
         return taps
     return taps.flatten(1)[:, : taps.shape[1] * size.numel()].reshape(*taps.shape[:2], *size)
 
 
-def _layout_v1(
-    *,
-    kW: int,
-    kH: int,
-    dW: int,
-    dH: int,
-    padW: int,
-    padH: int,
-    dilationW: int,
-    dilationH: int,
-    group: int,
-    deformable_group: int,
-    im2col_step: int,
-) -> tuple[int, ...]:
-    return dH, dW, padH, padW, dilationH, dilationW, group, deformable_group
-
-
-def _layout_v2(
-    *,
-    kernel_h: int,
-    kernel_w: int,
-    stride_h: int,
-    stride_w: int,
-    pad_h: int,
-    pad_w: int,
-    dilation_h: int,
-    dilation_w: int,
-    group: int,
-    deformable_group: int,
-) -> tuple[int, ...]:
-    return stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, group, deformable_group
+# Stride, padding, dilation (each y before x) and groups, as torchvision takes them, from mmcv's keyword arguments.
+_layout_v1 = itemgetter("dH", "dW", "padH", "padW", "dilationH", "dilationW", "group", "deformable_group")
+_layout_v2 = itemgetter(
+    *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "group", "deformable_group")
+)
 
 
 def _forward(
@@ -175,6 +150,6 @@ def _backward(
 
 
 def _operands(x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, bias: Tensor | None) -> list[Tensor]:
-    mask = x.new_zeros((len(x), 1)) if mask is None else mask  # torchvision wants a tensor it does not look at
+    mask = x.new_zeros((len(x), 1)) if mask is None else mask  # torchvision wants a tensor but does not read it
     bias = x.new_zeros(len(weight)) if bias is None else bias
     return widen(x, weight, offset.nan_to_num(0), mask, bias)

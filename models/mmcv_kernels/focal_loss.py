@@ -1,8 +1,8 @@
 """Focal loss on logits (sigmoid) and on probabilities (softmax), and its gradient.
 
-With p the probability given to what is true, the loss is -alpha_t (1 - p)^gamma log p. A row whose target is outside
-the classes is background: every class is wrong for the sigmoid, and the row has no loss for the softmax. `weight`
-is empty or holds one factor a class, taken by the row's target; background has the factor 1.
+The loss is -alpha_t (1 - p)^gamma log p, where p is the probability of the true label. A row whose target is not one
+of the classes is background: for the sigmoid all its classes are negative, for the softmax the row has no loss.
+`weight` is empty or has one factor per class, chosen by the target of the row. Background has the factor 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _is_target(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _signed(x: Tensor, target: Tensor, weight: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """The logit of what is true for each class (x where it is the target, -x elsewhere), and the factor before it."""
+    """The logit of the true label for each class (x at the target, -x elsewhere), and its factor in the loss."""
     x, weight = widen(x, weight)
     is_target = _is_target(x, target)
     factor = is_target.to(x.dtype).mul_(2 * alpha - 1).add_(1 - alpha)  # alpha on targets, 1 - alpha elsewhere
@@ -66,9 +66,9 @@ def softmax_focal_loss_forward(
 def softmax_focal_loss_backward(
     softmax: Tensor, target: Tensor, weight: Tensor, buff: Tensor, grad_input: Tensor, *, gamma: float, alpha: float
 ) -> None:
-    """With respect to the logits; `buff`, one number a row, is mmcv's scratch space."""
+    """The gradient with respect to the logits. `buff`, one number per row, is mmcv's scratch space."""
     p, factor = _true_class(softmax, target, weight, alpha)
-    # (1 - p)^(gamma - 1) is infinite at p = 1 for gamma < 1, where log p makes the product 0.
+    # For gamma < 1, (1 - p)^(gamma - 1) is infinite at p = 1. The clamp makes the product with log p = 0 zero.
     wrong = (1 - p).clamp(min=torch.finfo(p.dtype).tiny)
     slope = factor * (gamma * wrong.pow(gamma - 1) * p * p.log() - wrong.pow(gamma))
     grad_input.copy_(slope[:, None] * (_is_target(softmax, target).to(p.dtype) - softmax))

@@ -1,4 +1,4 @@
-"""Convolution at chosen pixels only: gathering their neighbourhoods and putting the results back."""
+"""Convolution at selected pixels only: gather their neighbourhoods, and write the results back."""
 
 from __future__ import annotations
 

@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def widen(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in one dtype: fp32, or fp64 where the first one is (gradient checks)."""
+    """Cast all tensors to fp32, or to fp64 if the first one is fp64 (gradient checks)."""
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     return [tensor.to(dtype) for tensor in tensors]

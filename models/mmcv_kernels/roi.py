@@ -1,12 +1,11 @@
 """Pooling of regions of a feature map: RoIAlign (mean and max), RoIPool and DeformRoIPool.
 
-A region (image, x1, y1, x2, y2) is cut into bins, and each bin samples the map at a grid of points, bilinearly.
-Points within one pixel of the map take its border, others count as zero. torchvision has the mean over those points;
-the maximum and the bins moved by learnt offsets are sampled here. RoIPool takes whole pixels by a rule of its own,
-which is not torchvision's (that rounds the corners of the region).
+A region (image, x1, y1, x2, y2) is divided into bins, and each bin samples the map bilinearly at a grid of points.
+Points up to one pixel outside the map take the value of its border, points further away are zero. torchvision has the
+mean over these points. The maximum, and bins moved by learnt offsets, are sampled here. RoIPool takes whole pixels by
+its own rule, which differs from torchvision's (that one rounds the corners of the region).
 
-A region that is not finite gives an output that is not a number, so that it shows in the loss: torchvision 0.29 may
-end the process over one.
+A region that is not finite gives NaN, so that it shows in the loss: torchvision 0.29 may end the process for one.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def roi_align_forward(
         for image, rows, grid, points in _bins(rois, size, spatial_scale, sampling_ratio, aligned):
             best, index = _sample(x[image], points).max(-1)
             output[rows] = best.to(output.dtype)
-            # The place within the bin's grid, unlike mmcv's feature coordinates, is exact in half precision.
+            # The position within the bin's grid is exact in half precision; mmcv's feature coordinates are not.
             argmax_y[rows] = (index // grid[1]).to(argmax_y.dtype)
             argmax_x[rows] = (index % grid[1]).to(argmax_x.dtype)
     output.masked_fill_(broken, torch.nan)
@@ -89,7 +88,7 @@ def roi_align_backward(
         return
     total = grad_output.new_zeros(grad_input.shape)
     for image, rows, grid, points in _bins(rois, size, spatial_scale, sampling_ratio, aligned):
-        # The chosen samples are linear in the map, so its values, which are not at hand, do not matter.
+        # The chosen samples are linear in the map, so the gradient does not need its values, which are not known here.
         features = torch.zeros_like(total[image], requires_grad=True)
         index = (argmax_y[rows] * grid[1] + argmax_x[rows]).long()
         with torch.enable_grad():
@@ -154,20 +153,20 @@ def deform_roi_pool_backward(
 
 
 def _finite(rois: Tensor) -> tuple[Tensor, Tensor]:
-    """The regions with zeros for what is not finite, and which of them had any (rows, 1, 1, 1)."""
+    """The regions with non-finite values set to zero, and a mask (rows, 1, 1, 1) of the regions that had any."""
     return rois.nan_to_num(0, 0, 0), ~rois.isfinite().all(1)[:, None, None, None]
 
 
 def _bins(
     rois: Tensor, size: tuple[int, int], scale: float, sampling_ratio: int, aligned: bool
 ) -> Iterator[tuple[int, Tensor, tuple[int, int], Tensor]]:
-    """Yields image, rows of `rois`, sampling grid and points (rows, height, width, samples, xy) of like regions."""
+    """Group regions by image and grid: image, rows of `rois`, grid, points (rows, height, width, samples, xy)."""
     start = rois[:, 1:3] * scale - 0.5 * aligned
     extent = rois[:, 3:5] * scale - 0.5 * aligned - start
     if not aligned:
         extent = extent.clamp(min=1)
     step = extent / extent.new_tensor(size[::-1])
-    # A region without extent has no samples in mmcv, and the lowest float for a maximum: it gets one sample here.
+    # In mmcv a region without extent has no samples, and its maximum is the lowest float. Here it gets one sample.
     grid = step.ceil().clamp(min=1) if sampling_ratio <= 0 else torch.full_like(step, sampling_ratio)
     kinds, kind = torch.unique(torch.cat([rois[:, :1], grid], 1).long(), dim=0, return_inverse=True)
     for number, (image, columns, lines) in enumerate(kinds.tolist()):
@@ -180,7 +179,7 @@ def _bins(
 
 
 def _along(start: Tensor, step: Tensor, bins: int, samples: int) -> Tensor:
-    """Coordinates (rows, bins, samples) along one axis: the middles of a bin's `samples` equal parts."""
+    """Coordinates (rows, bins, samples) along one axis: the centres of the `samples` equal parts of each bin."""
     parts = (torch.arange(samples).to(start) + 0.5) / samples
     return start[:, None, None] + step[:, None, None] * (torch.arange(bins).to(start)[:, None] + parts)
 
@@ -210,7 +209,7 @@ def roi_pool_forward(
     pooled_width: int,
     spatial_scale: float,
 ) -> None:
-    """`argmax` is the place of the maximum in its map as y * width + x, and -1 for a bin without pixels."""
+    """`argmax` is the position of the maximum in its map, y * width + x, or -1 for a bin without pixels."""
     x, rois = widen(x, rois)
     rois, broken = _finite(rois)
     height, width = x.shape[2:]
@@ -220,7 +219,7 @@ def roi_pool_forward(
     flat = x.flatten()
     best = x.new_full(output.shape, -torch.inf)
     argmax.fill_(-1)
-    # Bins differ in size: pixel by pixel over the largest, all bins at a time.
+    # Bins differ in size: loop over the pixels of the largest bin, for all bins at once.
     for dy in range(int((bottom - top).max()) if len(rois) else 0):
         for dx in range(int((right - left).max())):
             row, column = top[:, :, None] + dy, left[:, None, :] + dx
@@ -252,13 +251,13 @@ def roi_pool_backward(
 
 
 def _planes(rois: Tensor, shape: torch.Size) -> Tensor:
-    """Where the plane of each region and channel (rows, channels, 1, 1) begins in the flattened map."""
+    """The index in the flattened map at which the plane of each region and channel starts (rows, channels, 1, 1)."""
     planes = rois[:, :1].long() * shape[1] + torch.arange(shape[1], device=rois.device)
     return planes[:, :, None, None] * (shape[2] * shape[3])
 
 
 def _pixels(first: Tensor, last: Tensor, scale: float, bins: int, limit: int) -> tuple[Tensor, Tensor]:
-    """The first pixel of each bin and the one after its last: a bin takes every pixel that it touches."""
+    """The first pixel of each bin and the one after its last. A bin includes every pixel that it touches."""
     start = first * scale
     extent = (last + 1) * scale - start
     edges = start[:, None] + torch.arange(bins + 1).to(start) * (extent / bins)[:, None]

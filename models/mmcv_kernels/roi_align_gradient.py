@@ -1,10 +1,10 @@
-"""The gradient of RoIAlign (mean) as two matrix products, for maps so small that this beats scattering point by point.
+"""The gradient of RoIAlign (mean) as two matrix products: faster on small maps than scattering point by point.
 
-Bilinear sampling is separable: with A_y (bins x height) and A_x (bins x width) of a region, each row the mean of its
-samples' tent functions, the output is A_y F A_x^T, and the gradient of F is the sum of A_y^T G A_x over the regions.
-On a processor torchvision adds to four pixels for every sample of every channel, one after the other: a third of a small
-two-stage detector's step. Its forward pass is as fast as the products and stays. So do large maps, GPUs, and regions
-whose number of samples depends on their size.
+Bilinear sampling is separable. A region has matrices A_y (bins x height) and A_x (bins x width), in which each row is
+the mean of the tent functions of its samples. The output is A_y F A_x^T, and the gradient of F is the sum over the
+regions of A_y^T G A_x. On a CPU torchvision adds to four pixels for every sample of every channel, one after the other:
+a third of the step of a small two-stage detector. torchvision still does the forward pass, which is as fast as the
+products, and the gradient for large maps, on GPUs, and for regions whose number of samples depends on their size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Multiply-adds of the products that take as long as one of torchvision's additions; on one core they broke even at 40.
+# Multiply-adds of the products per addition of torchvision below which the products are used. On one core the two
+# took equally long at 40.
 _PRODUCTS_PER_ADDITION = 20
-# Elements of the intermediate with bins along one side and pixels along the other.
+# The largest number of elements of the intermediate tensor, which has bins along one side and pixels along the other.
 _CHUNK = 1 << 24
 
 
 def is_faster(rois: Tensor, shape: torch.Size, size: tuple[int, int], sampling_ratio: int) -> bool:
-    """Whether to take the products for a map of this shape."""
+    """Whether the products are faster for a map of this shape."""
     if rois.device.type != "cpu" or sampling_ratio <= 0:
         return False
     (bins_y, bins_x), (height, width) = size, shape[-2:]
@@ -63,7 +64,7 @@ def _tents(start: Tensor, stop: Tensor, bins: int, pixels: int, ratio: int, alig
     """(regions, bins, pixels): each pixel's share in the mean over a bin's samples along one direction."""
     length = stop - start if aligned else (stop - start).clamp(min=1.0)
     bin_size = (length / bins)[:, None, None]
-    # Added up in torchvision's order, so that a sample at the edge of a pixel falls on the same side.
+    # The sum is in torchvision's order, so that a sample at the edge of a pixel falls on the same side.
     position = (
         start[:, None, None]
         + torch.arange(bins, dtype=start.dtype)[:, None] * bin_size

@@ -1,6 +1,6 @@
-"""The local arithmetic of mmcv's synchronised batch norm; mmcv does the all-reduces between these calls.
+"""The local computations of mmcv's synchronised batch norm. mmcv does the all-reduces between these calls.
 
-Maps come as (n, channels, pixels), statistics as fp32 vectors over channels.
+Maps are (n, channels, pixels), statistics are fp32 vectors over channels.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def sync_bn_forward_output(
 ) -> None:
     std.copy_((var + eps).sqrt())
     norm.copy_((x.float() - mean[:, None]) / std[:, None])
-    output.copy_(norm if weight is None else norm * weight[:, None] + bias[:, None])
-    if running_mean is not None:
+    output.copy_(norm if weight is None or bias is None else norm * weight[:, None] + bias[:, None])
+    if running_mean is not None and running_var is not None:
         count = x.shape[0] * x.shape[2] * group_size
         unbiased = var * (count / (count - 1)) if count > 1 else var
         running_mean.lerp_(mean, momentum)

@@ -1,1 +1,1 @@
-"""UniNet: convolutions in the fine stages, attention in the coarse ones; as mmdet backbone and timm classifier."""
+"""UniNet: convolutions in the fine stages, attention in the coarse ones. A timm model and an mmdet backbone."""

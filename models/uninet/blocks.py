@@ -1,6 +1,8 @@
-"""The blocks of UniNet. All take and give maps (N, C, H, W), best stored channels-last: tokens are then a view of them."""
+"""The blocks of UniNet. Maps are (N, C, H, W), best stored channels-last: then the tokens are a view of the map."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from timm.layers import DropPath, LayerScale, Mlp
 from timm.layers.attention import Attention
@@ -12,10 +14,10 @@ from models.uninet.variants import HEAD_SIZE
 
 
 class ConvBlock(nn.Module):
-    """UniNet's own: BN, [1x1, BN, GELU,] depth-wise 3x3, BN, GELU, SE, 1x1, BN, around a skip connection.
+    """UniNet's own block: BN, [1x1, BN, GELU,] depth-wise 3x3, BN, GELU, SE, 1x1, BN, around a skip connection.
 
-    Without expansion there is no first 1x1, and a change of channels has a 1x1 on the skip: the reading that gives the
-    published parameter counts of B1 to B6.
+    Without expansion there is no first 1x1. If the number of channels changes, the skip has a 1x1. Read this way, B1 to
+    B6 have the published parameter counts.
     """
 
     def __init__(self, in_channels: int, channels: int, expansion: int, drop_path: float = 0.0) -> None:
@@ -39,17 +41,17 @@ class ConvBlock(nn.Module):
 
 
 def fused_block(in_channels: int, channels: int, expansion: int, drop_path: float = 0.0) -> nn.Module:
-    """Fused MBConv (EfficientNetV2), from timm. GELU and the zero-initialised last norm are inferred."""
+    """Fused MBConv (EfficientNetV2), from timm. GELU and the zero-initialised last norm are our inference."""
     options = dict(act_layer=nn.GELU, drop_path_rate=drop_path)
     if expansion == 1:
         return ConvBnAct(in_channels, channels, 3, skip=True, **options)
     return EdgeResidual(in_channels, channels, exp_ratio=expansion, **options)
 
 
-def last_norm(block: nn.Module) -> nn.BatchNorm2d | None:
-    """The norm at the end of a convolution block's branch, which starts at zero: the block starts as its skip.
+def last_norm(block: Any) -> nn.BatchNorm2d | None:
+    """The norm at the end of a convolution block's branch. It starts at zero, so that the block starts as its skip.
 
-    None for Fused MBConv that changes the channels (stage 0's first): it has no skip, and would start as nothing.
+    None for a Fused MBConv that changes the channels (the first of stage 0): it has no skip and would output zeros.
     """
     if isinstance(block, ConvBlock):
         return block.last_norm
@@ -57,11 +59,11 @@ def last_norm(block: nn.Module) -> nn.BatchNorm2d | None:
 
 
 class TransformerBlock(nn.Module):
-    """x += depth-wise 3x3 (position); x += gamma1 MHSA(LN x); x += gamma2 MLP(LN x). No position table: any size.
+    """x += depth-wise 3x3 (position); x += gamma1 MHSA(LN x); x += gamma2 MLP(LN x).
 
-    `window` is the side of the windows, None for global attention. Maps are padded with zeros at the right and at the
-    bottom to whole windows, without shift (inferred). A side of the map that is shorter than the window is one window
-    without padding, so a window that covers the map is global attention.
+    There is no table of positions, so maps may have any size. `window` is the side of the windows, None for global
+    attention. Zeros at the right and at the bottom pad a map to whole windows, without shift (inferred). A side of the
+    map that is shorter than the window is one window without padding: a window that covers the map is global attention.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class TransformerBlock(nn.Module):
 
 
 class _Branches(nn.Module):
-    """What both down-sampling modules share: the depth-wise branch, and max-pool and 1x1 beside it."""
+    """Shared by both down-sampling modules: a depth-wise branch, and a shortcut of max-pool and 1x1."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class LocalDownsample(_Branches):
 
 
 class LocalGlobalDownsample(_Branches):
-    """Every pixel of the smaller map asks all pixels of the larger one: queries from the depth-wise branch."""
+    """Every pixel of the smaller map attends to all pixels of the larger one. The depth-wise branch has the queries."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__(in_channels, channels, stride)

@@ -1,7 +1,7 @@
 """UniNet's published sizes and our small ones, as data.
 
-B0-B6: channels, depths and expansions of the UniNet paper. G: those of the AGVM paper's appendix (1.08 billion). `tiny`
-is ours: G's arrangement at a size that trains on two cores.
+B0-B6: channels, depths and expansions of the UniNet paper. G: those of the AGVM paper's appendix (1.08 billion
+parameters). `tiny` is ours: G's arrangement at a size that trains on two cores.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ HEAD_SIZE = 32  # channels of one attention head
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One UniNet. `attention` is repeated over all transformer blocks in their order; a "window" block of the first
-    and second transformer stage has the side given in `windows` (pixels of its map)."""
+    """The sizes of one UniNet. `attention` is a pattern that is repeated over all transformer blocks.
+
+    `windows` holds the side of a "window" block, in pixels of its map, in the first and the second transformer stage.
+    """
 
     channels: tuple[int, ...]
     depths: tuple[int, ...]
@@ -71,12 +73,14 @@ VARIANTS = {
 
 
 def variant(arch: str | Mapping[str, Any]) -> Variant:
-    """A variant by name, or from its fields: {"base": "b1", "attention": ["window", "global"]} changes a known one."""
+    """A variant by name or by its fields. {"base": "b1", "attention": ["window", "global"]} changes a known one."""
     if isinstance(arch, str):
         if arch.lower() not in VARIANTS:
             raise ValueError(f'UniNet has no arch "{arch}": choose one of {", ".join(VARIANTS)}')
         return VARIANTS[arch.lower()]
-    options = {key: tuple(value) if isinstance(value, (list, tuple)) else value for key, value in arch.items()}
+    options: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, (list, tuple)) else value for key, value in arch.items()
+    }
     known = [field.name for field in fields(Variant)]
     base = options.pop("base", None)
     if set(options) - set(known):

@@ -1,4 +1,4 @@
-"""The zoo: mmdet configs by name. A file `NAME.py` here defines `model = dict(...)` in mmdet's form."""
+"""The zoo: mmdet configs by name. A file `NAME.py` here defines `model = dict(...)`; shared parts are in `_base_`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Faster R-CNN for images of 64 pixels and studies of many runs: a quarter-width ResNet-18, 32 channels, strides 4 to 16.
+"""Faster R-CNN for images of 64 pixels and studies of many runs: a quarter-width ResNet-18 and 32 channels.
 
-Objects of such images are 6 to 35 pixels large, and so are the anchors. What costs most at this size are regions: 32 of an
-image are trained on, of 5 x 5 bins.
+Objects of such images are 6 to 35 pixels large, and anchors are too. Regions cost most at this size, so an image trains
+on 32 of them, with 5 x 5 bins each.
 """
 
 _base_ = "tiny_faster_rcnn.py"

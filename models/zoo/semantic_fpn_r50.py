@@ -1,33 +1,16 @@
 """Semantic FPN on ResNet-50, as the paper trains it on ADE20K.
 
-Widths, dropout and normalisation (batch norm; synchronised by `detector.sync_bn`) are mmseg's. Its backbone begins with
-three 3x3 convolutions instead of one 7x7; here it is the ResNet of the other pipelines, whose weights are easier to
-come by: {"backbone.deep_stem": true} is mmseg's.
+Widths, dropout and normalisation (batch norm; synchronised by `detector.sync_bn`) are mmseg's. The backbone of mmseg
+begins with three 3x3 convolutions instead of one 7x7: {"backbone.deep_stem": true}. The default here is the ResNet of
+the other pipelines, whose weights are easier to find.
 """
 
-norm = dict(type="BN", requires_grad=True)
+_base_ = "_base_/resnet18.py"
 
 model = dict(
     type="SemanticFPN",
-    data_preprocessor=dict(
-        type="DetDataPreprocessor",
-        mean=[123.675, 116.28, 103.53],
-        std=[58.395, 57.12, 57.375],
-        bgr_to_rgb=True,
-        pad_size_divisor=32,
-        pad_seg=True,
-        seg_pad_value=255,
-    ),
-    backbone=dict(
-        type="ResNet",
-        depth=50,
-        num_stages=4,
-        out_indices=(0, 1, 2, 3),
-        frozen_stages=-1,
-        norm_cfg=norm,
-        norm_eval=False,
-        style="pytorch",
-    ),
+    data_preprocessor=dict(pad_seg=True, seg_pad_value=255),
+    backbone=dict(depth=50),
     neck=dict(type="FPN", in_channels=[256, 512, 1024, 2048], out_channels=256, num_outs=4),
     semantic_head=dict(
         type="SemanticFPNHead",
@@ -36,6 +19,6 @@ model = dict(
         inner_channels=128,
         strides=(4, 8, 16, 32),
         dropout=0.1,
-        norm_cfg=norm,
+        norm_cfg=dict(type="BN", requires_grad=True),
     ),
 )

@@ -1,31 +1,15 @@
 """Faster R-CNN for images of 100 to 160 pixels and two cores: a half-width ResNet-18, 64 channels, strides 4 to 32.
 
-Anchors are 16 to 128 pixels large, and every second one of an image's 64 regions may be an object.
+Anchors are 16 to 128 pixels large. Of the 64 regions of an image, up to half may be objects.
 """
 
-norm = dict(type="BN", requires_grad=True)
+_base_ = "_base_/resnet18.py"
+
 sampler = dict(type="RandomSampler", num=128, pos_fraction=0.5, neg_pos_ub=-1, add_gt_as_proposals=False)
 
 model = dict(
     type="FasterRCNN",
-    data_preprocessor=dict(
-        type="DetDataPreprocessor",
-        mean=[123.675, 116.28, 103.53],
-        std=[58.395, 57.12, 57.375],
-        bgr_to_rgb=True,
-        pad_size_divisor=32,
-    ),
-    backbone=dict(
-        type="ResNet",
-        depth=18,
-        base_channels=32,
-        num_stages=4,
-        out_indices=(0, 1, 2, 3),
-        frozen_stages=-1,
-        norm_cfg=norm,
-        norm_eval=False,
-        style="pytorch",
-    ),
+    backbone=dict(base_channels=32),
     neck=dict(type="FPN", in_channels=[32, 64, 128, 256], out_channels=64, num_outs=4),
     rpn_head=dict(
         type="RPNHead",

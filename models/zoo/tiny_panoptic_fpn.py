@@ -1,6 +1,6 @@
 """Panoptic FPN at the size of `tiny_mask_rcnn`.
 
-A stuff class of fewer than 64 pixels is dropped from a map: 4096, as for COCO, are a quarter of an image here.
+A stuff class of fewer than 64 pixels is removed from a map. COCO's limit of 4096 is a quarter of an image here.
 """
 
 _base_ = "tiny_mask_rcnn.py"

@@ -1,28 +1,13 @@
 """RetinaNet at the size of the quickstart: a half-width ResNet-18 and a 64-channel pyramid of strides 8 to 32.
 
-Objects of 128-pixel images are about 12 to 70 pixels wide: anchors begin at two strides, 16 pixels.
+Objects of 128-pixel images are about 12 to 70 pixels wide, so the smallest anchors are two strides, 16 pixels.
 """
+
+_base_ = "_base_/resnet18.py"
 
 model = dict(
     type="RetinaNet",
-    data_preprocessor=dict(
-        type="DetDataPreprocessor",
-        mean=[123.675, 116.28, 103.53],
-        std=[58.395, 57.12, 57.375],
-        bgr_to_rgb=True,
-        pad_size_divisor=32,
-    ),
-    backbone=dict(
-        type="ResNet",
-        depth=18,
-        base_channels=32,
-        num_stages=4,
-        out_indices=(0, 1, 2, 3),
-        frozen_stages=-1,
-        norm_cfg=dict(type="BN", requires_grad=True),
-        norm_eval=False,
-        style="pytorch",
-    ),
+    backbone=dict(base_channels=32),
     neck=dict(type="FPN", in_channels=[32, 64, 128, 256], start_level=1, out_channels=64, num_outs=3),
     bbox_head=dict(
         type="RetinaHead",

@@ -1,9 +1,9 @@
 """UniNet-G + HTC-X, the paper's one-billion-parameter detector, with boxes and masks.
 
-What the paper states: UniNet-G, the RCNet + SEPC pyramid on P3-P8 with 384 channels, IoU 0.6/0.7/0.8 in the cascade's
-three stages, 4 + 4 decoupled transformer blocks, a mask branch for COCO, drop path 0.3 in pre-training. Inferred: anchors
-of scale 4, `finest_scale` 112, drop path in detection, 4 context convolutions of weight 3, a mask head of 256 channels, and
-what the docstrings of the classes name. The rest is as in mmdet's cascades.
+From the paper: UniNet-G, the RCNet + SEPC pyramid on P3-P8 with 384 channels, IoU 0.6/0.7/0.8 in the three stages of
+the cascade, 4 + 4 decoupled transformer blocks, a mask branch for COCO, drop path 0.3 in pre-training. Inferred:
+anchors of scale 4, `finest_scale` 112, drop path in detection, 4 context convolutions of weight 3, a mask head of 256
+channels, and what the docstrings of the classes name. The rest is as in mmdet's cascades.
 """
 
 channels = 384

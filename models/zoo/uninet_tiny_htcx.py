@@ -1,9 +1,9 @@
 """The shape of UniNet-G + HTC-X for images of 100 to 250 pixels and two cores: tests and demos.
 
-Four levels (P3-P6); anchors of 16 to 128 pixels; 32 regions per image. Made to learn from nothing in a few hundred
+Four levels (P3-P6); anchors of 16 to 128 pixels; 32 regions per image. It learns from random weights in a few hundred
 steps: residual branches start at 0.1 instead of 1e-6, and the last layers of the box heads see every pixel of a region.
-The context loss is a mean over classes, of which a few are in every image here and few of COCO's 80: with its weight of
-3 it would be half of the loss.
+The context loss is a mean over classes. Demo data has few classes, and an image shows many of them: with COCO's weight
+of 3, this loss would be half of the total.
 """
 
 _base_ = "uninet_g_htcx.py"

@@ -251,8 +251,8 @@ def test_a_frozen_head_is_trained_through_and_has_no_module():
             {},
             "detection",
             {"ignored_pixels": 0.5},
-            "detector.ablation.independent_heads and ignored_pixels are made for RetinaHead and RPNHead, but the bbox_head of this "
-            "detector is FCOSHead",
+            "detector.ablation.independent_heads and ignored_pixels are made for RetinaHead and RPNHead, but the "
+            "bbox_head of this detector is FCOSHead",
         ),
         (
             "tiny_retinanet",
@@ -270,8 +270,8 @@ def test_a_frozen_head_is_trained_through_and_has_no_module():
             },
             "detection",
             {"no_fpn": True},
-            "detector.ablation.no_fpn keeps the last of the maps that the backbone's out_indices name, but this detector leaves them "
-            'out: give them in detector.options, such as "backbone.out_indices": [0, 1, 2, 3]',
+            "detector.ablation.no_fpn keeps the last of the maps that the backbone's out_indices name, but this "
+            'detector leaves them out: give them in detector.options, such as "backbone.out_indices": [0, 1, 2, 3]',
         ),
     ],
 )

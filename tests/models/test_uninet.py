@@ -1,8 +1,12 @@
 """UniNet: parameter counts, sizes, attention, what is frozen, and the same network as timm classifier."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -25,8 +29,6 @@ def count(module):
 
 @pytest.mark.parametrize("arch", MILLIONS)
 def test_classifiers_have_the_published_number_of_parameters(arch):
-    import timm
-
     with torch.device("meta"):
         assert round(count(timm.create_model(f"uninet_{arch}")) / 1e6, 3) == MILLIONS[arch]
 
@@ -205,8 +207,6 @@ def test_bad_arguments_get_one_sentence():
 
 
 def test_the_classifier_is_the_backbone_and_a_head():
-    import timm
-
     torch.manual_seed(0)
     model = timm.create_model("uninet_tiny", num_classes=7, drop_path_rate=0.1).eval()
     x = torch.randn(2, 3, 64, 64)
@@ -223,3 +223,93 @@ def test_the_classifier_is_the_backbone_and_a_head():
     assert model(x).shape == (2, 3)
     with pytest.raises(ValueError, match="no weights of uninet_tiny are published"):
         timm.create_model("uninet_tiny", pretrained=True)
+
+
+def test_importing_models_registers_uninet_with_timm_and_does_not_import_mmdet():
+    code = """
+import sys
+import models
+import timm
+assert len(timm.list_models("uninet_*")) == 9
+assert timm.create_model("uninet_b1").num_classes == 1000
+print({name.split(".")[0] for name in sys.modules} & {"mmdet", "mmengine", "torch"})
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'torch'}"
+
+
+def test_every_variant_is_a_timm_model_of_the_size_it_names():
+    assert timm.list_models("uninet_*") == sorted(f"uninet_{arch}" for arch in VARIANTS)
+    with torch.device("meta"):
+        for arch, shape in VARIANTS.items():
+            model = timm.create_model(f"uninet_{arch}")
+            assert model.variant == shape
+            assert model.pretrained_cfg["input_size"] == (3, shape.image_size, shape.image_size)
+
+
+@pytest.mark.parametrize(
+    "indices, stages",
+    [((2, 4, 5), (2, 4, 5)), ((0, 1, 2, 3), (0, 1, 2, 3)), ((-2,), (4,)), (2, (4, 5)), (None, (2, 4, 5))],
+)
+def test_features_only_gives_the_maps_of_the_backbone(indices, stages):
+    options = {} if indices is None else {"out_indices": indices}
+    extractor = timm.create_model("uninet_tiny", features_only=True, **options).eval()
+    backbone = UniNet("tiny", out_indices=stages).eval()
+    weights = {name.removeprefix("model."): value for name, value in extractor.state_dict().items()}
+    report = backbone.load_state_dict(weights, strict=False)
+    # Stages after the last map, and the head, are removed.
+    assert not report.unexpected_keys
+    assert {int(name.split(".")[1]) for name in report.missing_keys} == set(range(max(stages) + 1, 6))
+    assert extractor.feature_info.channels() == backbone.channels
+    assert extractor.feature_info.reduction() == backbone.strides
+    x = torch.randn(1, 3, 64, 64)
+    maps = extractor(x)
+    assert len(maps) == len(stages)
+    for ours, timms in zip(backbone(x), maps):
+        torch.testing.assert_close(ours, timms)
+
+
+def test_features_only_serves_as_timm_backbone_and_takes_hooks():
+    model = MODELS.build(dict(type="TimmBackbone", model_name="uninet_tiny", out_indices=(2, 4, 5), with_cp=True))
+    x = torch.randn(2, 3, 64, 64)
+    sum(m.square().mean() for m in model.train()(x)).backward()
+    assert model.channels == [40, 64, 96] and all(p.grad is not None for p in model.parameters())
+    hooked = timm.create_model("uninet_tiny", features_only=True, out_indices=(1, 4), feature_cls="hook").eval()
+    assert [m.shape[1] for m in hooked(x)] == hooked.feature_info.channels() == [24, 64]
+
+
+def test_forward_intermediates_is_timms():
+    model = timm.create_model("uninet_tiny").eval()
+    x = torch.randn(1, 3, 64, 64)
+    last, maps = model.forward_intermediates(x, indices=[1, 3])
+    assert [m.shape[1] for m in maps] == [24, 64]
+    torch.testing.assert_close(last, model.forward_features(x))
+    assert model.forward_intermediates(x, indices=[1], stop_early=True)[0].shape[1] == 24
+    with pytest.raises(ValueError, match="NCHW"):
+        model.forward_intermediates(x, output_fmt="NLC")
+
+
+def test_classifier_and_backbone_have_the_same_tensor_names():
+    names = set(UniNet("tiny").state_dict())
+    head = {name for name in timm.create_model("uninet_tiny").state_dict() if name not in names}
+    assert {name.split(".")[0] for name in head} == {"head_conv", "head_norm", "head"}
+    assert names < set(timm.create_model("uninet_tiny").state_dict())
+    # Names that published files have.
+    assert {
+        "stem.0.weight",
+        "stem.1.running_mean",
+        "stages.0.blocks.0.conv.weight",
+        "stages.1.downsample.depthwise.weight",
+        "stages.1.blocks.0.conv_exp.weight",
+        "stages.4.downsample.key_value.weight",
+        "stages.5.blocks.2.attention.qkv.weight",
+        "stages.5.blocks.2.mlp_scale.gamma",
+    } <= names
+
+
+def test_the_users_init_cfg_comes_last():
+    model = tiny(init_cfg=dict(type="Constant", layer="Linear", val=0.5))
+    assert (model.stages[5].blocks[0].mlp.fc1.weight == 0.5).all()
+    assert (model.stages[5].blocks[0].mlp_scale.gamma == 0.5).all()  # the layer_scale of `tiny`
