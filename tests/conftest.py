@@ -12,12 +12,13 @@ from hypothesis import settings
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
-# The folders of the tests mirror the packages: without this, `tests/engine` would pass for a namespace package `engine`.
+# Test folders mirror the packages: without this, `tests/engine` would pass for a namespace package `engine`.
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-# Whatever a test, rank or script of this session writes goes away with it. All processes of pytest-xdist share one cache
-# of generated data, and leave the user's alone.
-get_temp_dir()  # multiprocessing's own, which it removes itself: before the folder below becomes the place for such
+# Whatever a test, rank or script of this session writes is removed with it. All workers of pytest-xdist share one cache
+# of generated data, and leave the user's alone. First let multiprocessing make its own temporary folder elsewhere: it
+# removes that itself.
+get_temp_dir()
 OWN = "GIGADET_TESTS" not in os.environ
 FOLDER = os.environ.setdefault("GIGADET_TESTS", tempfile.mkdtemp(prefix="gigadet-tests-") if OWN else "")
 os.environ["TMPDIR"] = tempfile.tempdir = FOLDER

@@ -1,4 +1,4 @@
-"""Imported once by the process that the tests' ranks and scripts are forked from: imports take ten seconds a process."""
+"""Imported once by the process that ranks and scripts of the tests are forked from: imports take ten seconds."""
 
 import gc
 import os

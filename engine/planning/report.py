@@ -10,7 +10,7 @@ from engine.planning.hardware import Hardware
 from engine.planning.memory import OFFLOADS, Memory
 from engine.planning.model_facts import stage_refused
 from engine.planning.plan import BACKBONE, Plan, Way
-from engine.planning.time import RunTime, StepTime, run_time, step_time
+from engine.planning.time import StepTime, run_time, step_time
 
 # Parts of the memory and their columns.
 _COLUMNS = {

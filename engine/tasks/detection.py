@@ -63,7 +63,9 @@ class Detection(MmdetTask):
         )
 
     def draw_predictions(self, path: Path, predictions: Sequence[Prediction], split: Split, classes: Classes) -> None:
-        draw_beside_truth(path, predictions, split.content, Path(split.files.images), classes, count=self.config.run.draw)
+        draw_beside_truth(
+            path, predictions, split.content, Path(split.files.images), classes, count=self.config.run.draw
+        )
 
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
         """Draw the objects found on every image, and write them as a COCO results file with file names."""
