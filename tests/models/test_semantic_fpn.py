@@ -132,7 +132,7 @@ def test_every_backbone_trains_and_predicts(name):
 )
 def test_the_papers_pipelines_build_without_a_download(name, classes, task):
     model = build_detector(DetectorConfig(config=name), classes)
-    # The published sizes, without classifiers: 27.5 M for Swin-Tiny (with a norm for each output), 23.5 M for ResNet-50.
+    # Published sizes without classifiers: 27.5 M for Swin-Tiny (with a norm for each output), 23.5 M for ResNet-50.
     assert sum(p.numel() for p in model.backbone.parameters()) / 1e6 == pytest.approx(
         27.5 if "swin" in name else 23.5, abs=0.03
     )
