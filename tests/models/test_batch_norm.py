@@ -110,7 +110,7 @@ def test_over_ranks_it_is_one_batch_norm_of_the_joined_batch(ranks, sizes):
                     expected[key].double(),
                     rtol=1e-4,
                     atol=1e-4 * scale,
-                    msg=f"{key} {options} step {step}",
+                    msg=lambda text, case=f"{key} {options} step {step}": f"{case}: {text}",
                 )
 
 
