@@ -31,7 +31,7 @@ OPTIMIZERS = ("SGD", "AGVMSGD", "AdamW", "AGVMAdamW")
 
 
 def greatest(first: dict, second: dict) -> float:
-    """The greatest difference, relative to the greatest weight of its tensor (at least 0.001: some biases are near 0)."""
+    """The greatest difference, relative to the greatest weight of its tensor (at least 0.001: biases begin near 0)."""
     return max(float((first[n] - second[n]).abs().max() / first[n].abs().max().clamp(min=1e-3)) for n in first)
 
 
