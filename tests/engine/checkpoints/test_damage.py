@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume_exactly import settings
+from resumed_run import settings
 from tiny_run import train_tiny
 
 from engine.checkpoints import store

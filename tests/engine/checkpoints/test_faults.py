@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_resume_exactly import settings
+from resumed_run import settings
 from tiny_run import merged, train_tiny
 
 from engine.checkpoints.finding import find_checkpoint

@@ -10,17 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume_exactly import results, same, settings, straight_and_broken
-from tiny_run import TINY, merged, saved_weights, train_tiny
+from resumed_run import BATCH_NORM, results, same, settings, straight_and_broken
+from tiny_run import merged, saved_weights, train_tiny
 
-BATCH_NORM = {
-    "detector": {
-        "options": {
-            **{key: value for key, value in TINY["detector"]["options"].items() if key != "backbone.norm_cfg"},
-            "backbone.norm_cfg": {"type": "BN"},
-        }
-    }
-}
 FROZEN = {"detector": {"frozen": ["backbone.conv1", "backbone.layer1", "neck.lateral_convs"]}}
 CASES = {
     "statistics of each rank": (2, settings("SGD", 2, **BATCH_NORM)),

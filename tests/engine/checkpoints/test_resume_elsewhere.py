@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_resume_exactly import settings
+from resumed_run import settings
 from tiny_run import distance, merged, train_tiny
 
 from engine.checkpoints.finding import find_checkpoint

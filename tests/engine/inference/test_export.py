@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_features_resume import BATCH_NORM
-from test_resume_exactly import same, settings
+from resumed_run import BATCH_NORM, same, settings
 from tiny_run import merged, saved_weights, train_tiny
 
 from engine.checkpoints.finding import find_checkpoint

@@ -19,8 +19,9 @@ from agvm_harness import (
     micro_batch,
     micro_gradients,
 )
-from tiny_run import TINY, distance, train_tiny
+from resumed_run import BATCH_NORM
 from tiny_run import difference as apart
+from tiny_run import distance, train_tiny
 
 STAGES = (0, 1, 2, 3)
 RHO = 0.2
@@ -208,9 +209,6 @@ def test_runs_with_sam_are_alike_on_any_ranks_and_stage(ranks):
     for run in runs.values():
         assert apart(first, run["weights"]) < 1e-5 and distance(first, run["weights"]) < 1e-7
         assert len(run["records"]) == 3
-
-
-BATCH_NORM = {"detector": {"options": {**TINY["detector"]["options"], "backbone.norm_cfg": {"type": "BN"}}}}
 
 
 @pytest.mark.parametrize("stage", [0, 3])

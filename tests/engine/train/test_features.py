@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import TINY, difference, distance, merged, saved_weights, train_tiny
-
-BATCH_NORM = {"detector": {"options": {**TINY["detector"]["options"], "backbone.norm_cfg": {"type": "BN"}}}}
+from resumed_run import BATCH_NORM
+from tiny_run import difference, distance, merged, saved_weights, train_tiny
 
 
 def runs(cases):
