@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -30,6 +30,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean "x"?)`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def first_of(words: Sequence[str], most: int) -> str:
+    """The first words, separated by commas, and "..." if there are more."""
+    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,10 +1,11 @@
 """Convert a checkpoint, of any ZeRO stage and number of ranks, to one weight file or to DeepSpeed's universal format.
 
-python launch/export.py work_dirs/RUN detector.pth              # the newest complete checkpoint; also detector.py, an
-                                                                # mmdet config for init_detector("detector.py", ...)
-python launch/export.py work_dirs/RUN/checkpoints/best detector.safetensors --dtype bfloat16
-python launch/export.py work_dirs/RUN/checkpoints/step-000384 averaged.pth --ema
-python launch/export.py work_dirs/RUN universal/ --universal    # zero/NAME/{fp32,exp_avg,...}.pt
+For a detector an mmdet config is written too (here detector.py), for mmdet's init_detector.
+
+  python launch/export.py work_dirs/RUN detector.pth              # the newest complete checkpoint
+  python launch/export.py work_dirs/RUN/checkpoints/best detector.safetensors --dtype bfloat16
+  python launch/export.py work_dirs/RUN/checkpoints/step-000384 averaged.pth --ema
+  python launch/export.py work_dirs/RUN universal/ --universal    # zero/NAME/{fp32,exp_avg,...}.pt
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""Run a checkpoint on images: draw them, and write a COCO results file, maps, or the five best classes of each image.
+"""Run a checkpoint on images.
 
-python launch/infer.py work_dirs/RUN/checkpoints/step-000384 photo.jpg
-python launch/infer.py FILE folder/ --out found --score 0.5
-python launch/infer.py FILE "folder/**/*.jpg"
+Draws the images, and writes a COCO results file, maps, or the five best classes of each image.
+
+  python launch/infer.py work_dirs/RUN/checkpoints/step-000384 photo.jpg
+  python launch/infer.py FILE folder/ --out found --score 0.5
+  python launch/infer.py FILE "folder/**/*.jpg"
 """
 
 import argparse

@@ -51,6 +51,15 @@ def read_content(files: SplitConfig) -> dict[str, Any]:
     return content
 
 
+def build_split(data: DataConfig, name: str, classes: Classes) -> Split:
+    """One split for evaluation, for a model that knows `classes`."""
+    files = split_files(data)[name]
+    content = read_content(files)
+    check_same_classes(classes, read_classes(content, panoptic=data.task == "panoptic"), files.annotation_path)
+    dataset = build_dataset(data, files, classes, training=False, content=content)
+    return Split(dataset=dataset, content=content, files=files)
+
+
 def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
     files = split_files(data)
     contents = {name: read_content(split) for name, split in files.items()}

@@ -20,7 +20,7 @@ MIN_VISIBLE_SHARE = 0.4
 MIN_PART_PIXELS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Category:
     """One class, with the id of the COCO files and the colour of the panoptic PNGs."""
 
@@ -31,25 +31,19 @@ class Category:
 
 
 # Ids have gaps, and those of stuff are above 91, as in COCO: code that uses an id as a label fails here too.
-THINGS = tuple(
-    Category(name=name, id=id_, isthing=True, color=color)
-    for name, id_, color in (
-        ("disk", 1, (220, 20, 60)),
-        ("square", 3, (30, 60, 200)),
-        ("triangle", 4, (106, 200, 60)),
-        ("star", 18, (250, 170, 30)),
-        ("cross", 44, (175, 60, 175)),
-        ("crescent", 90, (40, 200, 210)),
-    )
+THINGS = (
+    Category("disk", 1, True, (220, 20, 60)),
+    Category("square", 3, True, (30, 60, 200)),
+    Category("triangle", 4, True, (106, 200, 60)),
+    Category("star", 18, True, (250, 170, 30)),
+    Category("cross", 44, True, (175, 60, 175)),
+    Category("crescent", 90, True, (40, 200, 210)),
 )
-STUFF = tuple(
-    Category(name=name, id=id_, isthing=False, color=color)
-    for name, id_, color in (
-        ("sand", 154, (208, 195, 150)),
-        ("brick", 171, (150, 100, 100)),
-        ("sky", 187, (70, 130, 180)),
-        ("grass", 193, (90, 160, 90)),
-    )
+STUFF = (
+    Category("sand", 154, False, (208, 195, 150)),
+    Category("brick", 171, False, (150, 100, 100)),
+    Category("sky", 187, False, (70, 130, 180)),
+    Category("grass", 193, False, (90, 160, 90)),
 )
 
 

@@ -30,11 +30,7 @@ class ModelBuilder(Protocol):
 
 
 def build_model(
-    task: ModelBuilder,
-    classes: Classes,
-    *,
-    empty: bool = False,
-    load: Callable[[nn.Module], None] | None = None,
+    task: ModelBuilder, classes: Classes, *, empty: bool = False, load: Callable[[nn.Module], None] | None = None
 ) -> nn.Module:
     """The model of a task's config, initialised from the run's seed.
 

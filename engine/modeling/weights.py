@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from engine.errors import UserError, first_line
+from engine.errors import UserError, first_line, first_of
 from engine.zero.scalars import file_shape
 from engine.zero.whole_parameters import copy_into
 
@@ -33,7 +33,7 @@ class LoadReport(NamedTuple):
 
     def __str__(self) -> str:
         def some(names: list[str]) -> str:
-            return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+            return f" ({first_of(names, 3)})" if names else ""
 
         text = (
             f"{self.path}: {len(self.matched)} tensors matched, {len(self.missing)} of the model not in the file"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 from tqdm import tqdm
@@ -14,31 +14,21 @@ from tqdm import tqdm
 class LiveLine:
     """Shows the steps of a run or an evaluation, and the time that is left."""
 
-    def __init__(
-        self,
-        *,
-        total: int,
-        label: str,
-        interval: int,
-        start: int = 0,
-        enabled: bool = True,
-        stream: TextIO | None = None,
-    ) -> None:
-        stream = stream or sys.stderr  # not a default argument: stderr may have been redirected since the import
+    def __init__(self, *, total: int, label: str, interval: int, start: int = 0, enabled: bool = True) -> None:
         self._enabled, self._total, self._label, self._interval = enabled, total, label, interval
-        self._stream, self._done, self._first = stream, start, start
+        self._stream, self._done, self._first = sys.stderr, start, start
         self._began = time.monotonic()
         self._bar = (
             tqdm(
                 total=total,
                 initial=start,
                 desc=label,
-                file=stream,
+                file=self._stream,
                 dynamic_ncols=True,
                 leave=True,
                 bar_format="{desc} {percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} {postfix} ETA {remaining}",
             )
-            if enabled and stream.isatty()
+            if enabled and self._stream.isatty()
             else None
         )
 

@@ -14,6 +14,7 @@ from engine.config.schema import SplitConfig
 from engine.data.build import split_files
 from engine.data.classification import LabelledImages, LabelledSample, Listing, image_transform, list_files, list_split
 from engine.data.types import Classes, Split
+from engine.errors import first_of
 from engine.files import EVAL, make_folder, write_json
 from engine.modeling.classifier import TOP, ImagePrediction, StackImages, build_classifier, timm_name
 from engine.tasks.base import Predict, Prediction, Task, UsualData
@@ -123,7 +124,7 @@ def accuracy_table(metrics: dict[str, float], predictions: Sequence[Prediction],
         "",
         "".join(f"{name:>16}" for name in metrics),
         "".join(f"{value:16.3f}" for value in metrics.values()),
-        "accuracy_top1 by class: " + ", ".join(cells[:12]) + (", ..." if len(cells) > 12 else ""),
+        f"accuracy_top1 by class: {first_of(cells, 12)}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from engine.data.types import Classes
-from engine.errors import UserError
+from engine.errors import UserError, first_of
 from engine.files import EVAL, write_json
 
 _SUFFIXES = ("mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l")  # mmdet's names, in COCOeval's order
@@ -136,7 +136,7 @@ def result_table(metrics: dict[str, float], per_class: dict[str, dict[str, float
     for kind in kinds:
         if per_class[kind]:
             cells = [f"{name} {_number(value)}" for name, value in per_class[kind].items()]
-            lines.append(f"{kind} mAP by class: " + ", ".join(cells[:12]) + (", ..." if len(cells) > 12 else ""))
+            lines.append(f"{kind} mAP by class: {first_of(cells, 12)}")
     return "\n".join(lines) + "\n"
 
 

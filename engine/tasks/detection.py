@@ -11,8 +11,8 @@ from pycocotools import mask as coco_mask
 
 from engine import distributed
 from engine.config import RunConfig
-from engine.data.build import build_data, read_content, split_files
-from engine.data.coco import build_dataset, check_same_classes, read_annotations, read_classes, test_pipeline
+from engine.data.build import build_data, build_split, split_files
+from engine.data.coco import read_annotations, read_classes, test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
@@ -37,11 +37,7 @@ class Detection(MmdetTask):
         return build_data(self.config.data)
 
     def build_split(self, name: str, classes: Classes) -> Split:
-        files = split_files(self.config.data)[name]
-        content = read_content(files)
-        check_same_classes(classes, read_classes(content, panoptic=False), files.annotation_path)
-        dataset = build_dataset(self.config.data, files, classes, training=False, content=content)
-        return Split(dataset=dataset, content=content, files=files)
+        return build_split(self.config.data, name, classes)
 
     def read_classes(self) -> Classes:
         return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=False)

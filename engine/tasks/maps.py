@@ -18,6 +18,7 @@ from engine import distributed
 from engine.data.coco import test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
+from engine.errors import first_of
 from engine.files import EVAL, make_folder, write_json
 from engine.tasks.base import Predict, Prediction
 from engine.tasks.mmdet_task import MmdetTask
@@ -154,5 +155,5 @@ def score_table(metrics: dict[str, float], by_class: dict[str, dict[str, float]]
         lines += ["".join(f"{name:>9}" for name in part), "".join(f"{number(metrics[name]):>9}" for name in part)]
     first = names[0].removeprefix("m")
     cells = [f"{name} {number(values[first])}" for name, values in by_class.items()]
-    lines.append(f"{first} by class: " + ", ".join(cells[:12]) + (", ..." if len(cells) > 12 else ""))
+    lines.append(f"{first} by class: {first_of(cells, 12)}")
     return "\n".join(lines) + "\n"

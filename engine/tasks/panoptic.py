@@ -8,8 +8,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from engine.data.build import build_data, read_content, split_files
-from engine.data.coco import build_dataset, check_same_classes, read_classes
+from engine.data.build import build_data, build_split, read_content, split_files
+from engine.data.coco import read_classes
 from engine.data.panoptic_map import PanopticMap, encode_png, from_codes
 from engine.data.types import Classes, Split
 from engine.tasks import panoptic_quality
@@ -27,12 +27,9 @@ class Panoptic(MapTask):
         return train, val, classes
 
     def build_split(self, name: str, classes: Classes) -> Split:
-        files = split_files(self.config.data)[name]
-        content = read_content(files)
-        check_same_classes(classes, read_classes(content, panoptic=True), files.annotation_path)
-        dataset = build_dataset(self.config.data, files, classes, training=False, content=content)
-        dataset.shown = self.config.run.draw
-        return Split(dataset=dataset, content={}, files=files)
+        split = build_split(self.config.data, name, classes)
+        split.dataset.shown = self.config.run.draw
+        return split
 
     def read_classes(self) -> Classes:
         return read_classes(read_content(split_files(self.config.data)["val"]), panoptic=True)

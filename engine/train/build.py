@@ -16,7 +16,7 @@ from engine.config import BatchPlan, RunConfig, solve_batch
 from engine.data.coco import landscape_flags
 from engine.data.order import GlobalBatches
 from engine.distributed import say
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_of
 from engine.files import CONFIG, write_json
 from engine.modeling.build import build_model
 from engine.modeling.detector import describe
@@ -164,7 +164,7 @@ def _say_run(run: Run, model: nn.Module) -> None:
     say(f"model   {describe(model)}")
     say(
         f"data    {len(run.train.dataset)} training and {len(run.val.dataset)} validation images, "
-        f"{len(names)} classes: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        f"{len(names)} classes: {first_of(names, 8)}"
     )
     say(
         f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
