@@ -1,11 +1,11 @@
-"""The planner's peak of live tensor bytes beside that of real steps: two gloo ranks, several detectors, ZeRO 0, 2 and 3.
+"""The planner's peak of live tensor bytes beside that of real steps: two gloo ranks, several detectors, ZeRO 0, 2, 3.
 
-Every case trains real steps through the product's own loop body (`engine.train.build.build_run`, DeepSpeed's engine) on random
-images of one size. From the third step on a dispatch mode follows every storage from the operator that makes it to its end
-(engine/planning/live_bytes.py), beginning with all tensors that the garbage collector knows: the highest sum is what is
-measured, on the rank that has more. What kernels allocate inside themselves is not in it; the resident memory beside it has
-everything (the interpreter and libraries too). Images have as many objects as samplers want positives, so that real
-samplers take the numbers which the planner takes from the config.
+Every case trains real steps with the run that `engine.train.build.build_run` builds, on random images of one size.
+From the third step on a dispatch mode follows every storage from the operator that makes it to its end (`LiveBytes`
+in engine/planning/step_trace.py), beginning with all tensors that the garbage collector knows. Measured is the
+highest sum, on the rank that has more. It does not include what kernels allocate inside themselves; the resident
+memory beside it includes everything (the interpreter and libraries too). Images have as many objects as samplers want
+positives, so that real samplers take the numbers that the planner takes from the config.
 
     python benchmarks/plan_against_measured.py --detectors uninet_b1_htcx --stages 0 2 3 --size 256
 """
@@ -88,7 +88,7 @@ def measure(rank: int, store: str, data: dict, args: argparse.Namespace, results
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
-    from engine.planning.live_bytes import LiveBytes
+    from engine.planning.step_trace import LiveBytes
     from engine.recipes.load import parse_config
     from engine.train.build import build_run
 

@@ -4,17 +4,20 @@
   python launch/plan.py --deepspeed_config my.json --world-size 64 --gpu h100-80g --out plans/mine
   python launch/plan.py --deepspeed_config my.json --world-size 8 --images 50000 --classes 12 --image-size 1333x800
 
-The model is built as shapes and one real micro-step is traced on them: what is alive when, and every operation. From that
-come the memory of ZeRO 0 to 3 and of offloading, the step, the run, and the curve from 8 to 1024 GPUs. The card is a few
-numbers; change them, or let a measured step set the one that nobody knows, the share of the peak that is reached:
+The model is built as shapes and one real micro-step is traced on them: which tensors are alive when, and every
+operation. From this follow the memory of ZeRO 0 to 3 and of offloading, the time of a step and of the run, and the
+curve from 8 to 1024 GPUs. The card is described by a few numbers. Change them, or let a measured step set the one
+that is not known beforehand, the share of the peak that is reached:
 
   ... --set-hardware efficiency=0.3 --set-hardware inter_bandwidth=12.5e9
-  ... --measured-step 0.42                  a step of this very config on this number of GPUs took so long
+  ... --measured-step 0.42                  a step of this config on this number of GPUs took so many seconds
   ... --calibrate work_dirs/RUN             from the records of a run made on such a card, of any config; --images,
                                             --classes, --image-size and --objects then hold for both
 
-docs/planning.md has what is assumed, and predictions beside measurements.
+docs/planning.md lists the assumptions, and predictions beside measurements.
 """
+
+import argparse
 
 from launch.command import add_config_arguments, parser, run_command, writable_folder
 
@@ -24,7 +27,7 @@ def main() -> None:
     run_command(lambda: plan_run(options))
 
 
-def arguments():
+def arguments() -> argparse.ArgumentParser:
     arguments = parser(__doc__)
     add_config_arguments(arguments)
     arguments.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs in all")
@@ -43,14 +46,12 @@ def arguments():
         action="append",
         default=[],
         metavar="KEY=NUMBER",
-        help="change a number of the card (engine/planning/hardware.py names them); may be repeated",
+        help="change a number of the card (engine/planning/hardware.py lists them); may be repeated",
     )
     arguments.add_argument(
-        "--measured-step", type=float, metavar="SECONDS", help="what a step of this plan really took"
+        "--measured-step", type=float, metavar="SECONDS", help="what a step of this plan took in reality"
     )
-    arguments.add_argument(
-        "--calibrate", metavar="WORK_DIR", help="a run on such a card, whose steps are taken instead"
-    )
+    arguments.add_argument("--calibrate", metavar="WORK_DIR", help="a run on such a card, whose steps are used instead")
     arguments.add_argument(
         "--images", type=int, metavar="N", help="training images, where the data is not on this machine"
     )
@@ -65,14 +66,14 @@ def arguments():
     return arguments
 
 
-def plan_run(options) -> None:
+def plan_run(options: argparse.Namespace) -> None:
     from engine.config import solve_batch
     from engine.errors import UserError
     from engine.planning.hardware import find_hardware
     from engine.planning.image_sizes import parse_size
     from engine.recipes.load import load_config
 
-    # What needs no import of a second, first.
+    # First the checks that need no slow import.
     if options.world_size < 1:
         raise UserError(f"--world-size must be a whole number >= 1, got {options.world_size}")
     if options.measured_step is not None and options.calibrate is not None:

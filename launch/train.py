@@ -88,7 +88,7 @@ def dry_run_code(options) -> int:
     from engine.errors import ConfigError, UserError
     from engine.recipes.load import load_config
 
-    if os.environ["RANK"] != "0":  # a launcher may have started others
+    if os.environ["RANK"] != "0":  # a launcher may have started other ranks
         return 0
     layout = None if options.layout is None else Path(options.layout)
     if layout is not None:
@@ -96,7 +96,7 @@ def dry_run_code(options) -> int:
         if layout.is_dir():
             raise UserError(f"--layout is the file to write, got the folder {layout}")
     ranks = int(os.environ["WORLD_SIZE"]) if options.world_size is None else options.world_size
-    # From here on this is a process by itself.
+    # From here on this process has no other ranks.
     os.environ.update(WORLD_SIZE="1", LOCAL_RANK="0")
     try:
         if ranks < 1:

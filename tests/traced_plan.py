@@ -7,9 +7,8 @@ from collections import Counter
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
 from engine.planning.model_facts import ModelFacts, Parameter, window_settings
-from engine.planning.operators import Cost
 from engine.planning.plan import Plan
-from engine.planning.step_trace import GradientEvent, StepTrace
+from engine.planning.step_trace import Cost, GradientEvent, StepTrace
 from engine.recipes.load import parse_config
 
 CARD = find_hardware("a100-80g", ["efficiency=0.5", "launch=1e-5", "latency=1e-5"])

@@ -1,8 +1,7 @@
 """A run built as one rank of many, without the others, a GPU or memory: what it would be, and whether it would start.
 
-The checks are those of `engine/train/build.py`, in its order. What cannot be known because a check failed (the classes of
-annotations that are not there) is taken from the data set that the configs are written for, and the output says so; so the
-first failure is printed together with everything else.
+The checks are those of `engine/train/build.py`, in its order. What cannot be known because a check failed (the classes
+of missing annotations) is taken from the task's usual data set, and the output says so; so the rest is printed too.
 """
 
 from __future__ import annotations
@@ -68,23 +67,21 @@ class Failures:
 
 def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None) -> tuple[list[str], list[str]]:
     """Print what the run would be. Return what would stop it, the first thing first, and what could not be checked."""
-    first, then = Failures(), Failures()
-    first.attempt(check_supported, config, resuming=False)
-    work_dir = then.attempt(check_new_work_dir, config)
+    failures = Failures()
+    failures.attempt(check_supported, config, resuming=False)
+    with fake_ranks(plan.world), on_meta():  # because DeepSpeed asks for the number of ranks and their device
+        failures.attempt(check_deepspeed, {**config.deepspeed, **plan.as_keys()})
+    work_dir = failures.attempt(check_new_work_dir, config)
     config = resolve(config, plan, work_dir or Path(config.run.work_dir or "work_dirs"))
-    classes, images = _data(config, then)
-    print(
-        f"batch   {plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks; "
-        f"{plan.micro_batches} micro-batches an optimizer step",
-        flush=True,
-    )
+    classes, images = _data(config, failures)
+    batch = f"{plan.total} = {plan.micro} x {plan.accumulation} accumulated x {plan.world} ranks"
+    print(f"batch   {batch}; {plan.micro_batches} micro-batches an optimizer step", flush=True)
     with fake_ranks(plan.world), on_meta():
-        first.attempt(check_deepspeed, config.deepspeed)  # inside, because it asks for the number of ranks
-        model = then.attempt(build_empty_model, config, classes)
-        then.attempt(_check_weights, config)
+        model = failures.attempt(build_empty_model, config, classes)
+        failures.attempt(_check_weights, config)
         if model is not None:
-            _build(config, plan, model, images, then, layout_file)
-    return first.reasons + then.reasons, then.unknown
+            _build(config, plan, model, images, failures, layout_file)
+    return failures.reasons, failures.unknown
 
 
 def _data(config: RunConfig, failures: Failures) -> tuple[Classes, int]:
@@ -139,11 +136,8 @@ def _build(
     if plan.world == 1:
         print("traffic none on one rank")
         return
-    traffic = step_traffic(facts, settings)
-    print(
-        "traffic of a plain step (payload of all calls, and what a rank sends in a ring); "
-        f"{settings.communication_dtype} gradients"
-    )
+    traffic, dtype = step_traffic(facts, settings), settings.communication_dtype
+    print(f"traffic of a plain step (payload of all calls, and what a rank sends in a ring); {dtype} gradients")
     _say_traffic([c for c in traffic if "window" not in c.when], settings)
     if facts.window is not None:
         print(f"traffic that an AGVM window adds ({facts.window.kind})")
@@ -184,13 +178,13 @@ def _initialise(config: RunConfig, model: nn.Module, optimizer: Any, planned: Pl
     pretend_offloading(engine, config.deepspeed, keys)
     attach(config.optimizer, engine, optimizer, built)
     version = import_deepspeed().__version__
-    if planned is not None and built.fragments != planned.fragments:
+    if planned is not None and built.fragments != planned.geometry.fragments:
         raise ConfigError(
             f"DeepSpeed {version} lays out its shards in another way than engine/zero/geometry.py: use deepspeed 0.19.x"
         )
     print(
-        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {version}, as rank {built.rank} of {built.world} on the "
-        f"meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
+        f"engine  {type(engine.optimizer).__name__} of DeepSpeed {version}, as rank {built.rank} of {built.world} on "
+        f"the meta device{' (its offloading left out)' if keys else ''}; its {len(built.fragments)} fragments "
         f"{'lie as planned' if planned is not None else 'were not planned'}",
         flush=True,
     )
@@ -221,8 +215,8 @@ def byte_text(count: float) -> str:
 def _say_shards(shards: PlannedShards, settings: CommunicationSettings) -> None:
     """In bytes of fp32 elements."""
     print(
-        f"shards  ZeRO-{settings.stage}: {_HOLDS[settings.stage]}; fp32 bytes {'of' if settings.stage else 'on all of'} "
-        f"{settings.world} ranks, {byte_text(4 * shards.geometry.padding())} of padding in all"
+        f"shards  ZeRO-{settings.stage}: {_HOLDS[settings.stage]}; fp32 bytes {'of' if settings.stage else 'on all of'}"
+        f" {settings.world} ranks, {byte_text(4 * shards.geometry.padding())} of padding in all"
     )
     print(f"  {'module':<22}{'in all':>11}{'least':>11}{'mean':>11}{'most':>11}{'empty ranks':>13}")
     for module, *counts, empty in shards.module_shares():
@@ -231,18 +225,13 @@ def _say_shards(shards: PlannedShards, settings: CommunicationSettings) -> None:
 
 def _say_traffic(collectives: Iterable[Collective], settings: CommunicationSettings) -> None:
     """Calls, payload and sent bytes of one optimizer step, by purpose and operation."""
-    calls: Counter[tuple[str, str]] = Counter()
-    payload: Counter[tuple[str, str]] = Counter()
+    calls, payload, sent = Counter[str](), Counter[str](), dict[str, float]()
     for c in collectives:
-        times = c.times(settings.accumulation, window=True)
-        calls[c.purpose, c.op] += times
-        payload[c.purpose, c.op] += times * c.bytes
+        times, line = c.times(settings.accumulation, window=True), f"{c.purpose:<22}{c.op:<16}"
+        calls[line] += times
+        payload[line] += times * c.bytes
+        sent[line] = sent_bytes(c.op, payload[line], settings.world)
     print(f"  {'what':<22}{'collective':<16}{'calls':>7}{'payload':>12}{'sent':>12}{'bytes':>16}")
-    sent = {line: sent_bytes(line[1], size, settings.world) for line, size in payload.items()}
-    rows = [
-        (f"{purpose:<22}{op:<16}", calls[purpose, op], sent[purpose, op], size)
-        for (purpose, op), size in payload.items()
-    ]
-    rows.append((f"{'in all':<38}", calls.total(), sum(sent.values()), payload.total()))
-    for name, number, out, size in rows:
-        print(f"  {name}{number:>7}{byte_text(size):>12}{byte_text(out):>12}{size:>16}", flush=True)
+    rows = [(line, calls[line], payload[line], sent[line]) for line in calls]
+    for line, number, size, out in [*rows, (f"{'in all':<38}", calls.total(), payload.total(), sum(sent.values()))]:
+        print(f"  {line}{number:>7}{byte_text(size):>12}{byte_text(out):>12}{size:>16}", flush=True)

@@ -1,7 +1,7 @@
 """What ZeRO-3 gathers in a micro-step: DeepSpeed 0.19.8's fetching, prefetching and releasing, without tensors.
 
-Before a module runs, forward or backward, its own parameters are gathered; with the order of modules known from the steps
-before, the next ones are fetched ahead; and after it has run they are released, unless they are needed again within
+Before a module runs, forward or backward, its own parameters are gathered; with the order of modules known from earlier
+steps, the next ones are fetched ahead; and after it has run they are released, unless they are needed again within
 `stage3_max_reuse_distance` elements. So a parameter is sent once in a micro-step where the distance from its forward to
 its backward use is shorter than that, and twice where it is longer.
 """
@@ -9,36 +9,30 @@ its backward use is shorter than that, and twice where it is longer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from engine.planning.model_facts import ModelFacts, Parameter
+from engine.planning.model_facts import ModelFacts
 from engine.zero.recording import Use
 from engine.zero.settings import CommunicationSettings
-
-
-def persistent_parameters(parameters: Sequence[Parameter], settings: CommunicationSettings) -> set[int]:
-    """Those that ZeRO-3 keeps whole on every rank: the small ones, until the model's threshold is reached."""
-    kept, total = set(), 0
-    for i, parameter in enumerate(parameters):
-        fits = parameter.numel + total <= settings.model_persistence_threshold
-        if fits and parameter.numel <= settings.persistence_threshold:
-            kept.add(i)
-            total += parameter.numel
-    return kept
 
 
 class Gathers:
     """DeepSpeed's PartitionedParameterCoordinator with a complete trace, for one micro-step.
 
-    `calls` are the parameters of every all-gather, in order. `forward` and `backward` are the most elements of gathered
-    parameters that are in memory at a time, without persistent ones. A parameter is copied out of the buffer that was
-    received, and that buffer stays until all of its parameters have been asked for: fetched far ahead, weights are in
-    memory twice.
+    `calls` are the parameters of every all-gather, in order. `persistent` ones are small and stay whole on every rank.
+    `forward` and `backward` are the most elements of gathered parameters in memory at a time, without persistent ones.
+    A parameter is copied out of the buffer that was received, and that buffer stays until all of its parameters have
+    been asked for: fetched far ahead, weights are in memory twice.
     """
 
     def __init__(self, model: ModelFacts, settings: CommunicationSettings) -> None:
         self.numel = [p.numel for p in model.parameters]
-        self.settings, self.persistent = settings, persistent_parameters(model.parameters, settings)
+        self.settings = settings
+        self.persistent, room = set[int](), settings.model_persistence_threshold
+        for i, numel in enumerate(self.numel):
+            if numel <= min(room, settings.persistence_threshold):
+                self.persistent.add(i)
+                room -= numel
         fetches = [use for use in model.uses if use.fetch]
         # The steps at which each parameter is used, and the elements passed until a step.
         self.occurrences: list[list[int]] = [[] for _ in self.numel]
@@ -52,22 +46,20 @@ class Gathers:
         self.calls: list[tuple[int, ...]] = []
         self.in_flight: dict[int, tuple[int, ...]] = {}
         self.active: dict[int, set[int]] = {}
-        self.available = self.step = self.held = self.forward = self.backward = 0
+        self.available = self.step = self.held = 0
         self.fetched_for: dict[int, int] = {}
         self.queue = deque((i, step) for step, use in enumerate(fetches) for i in use.members)
-        is_forward = True
+        most, phase = [0, 0], 0
         for use in model.uses:
-            if not use.fetch:
-                self._release(use)
-                is_forward &= use.module != model.uses[0].module  # until the whole model has run
-                continue
-            self._fetch(use)
-            if is_forward:
-                self.forward = max(self.forward, self.held)
+            if use.fetch:
+                self._fetch(use)
+                most[phase] = max(most[phase], self.held)
             else:
-                self.backward = max(self.backward, self.held)
+                self._release(use)
+                phase = phase or int(use.module == model.uses[0].module)  # once the whole model has run
+        self.forward, self.backward = most
 
-    def _elements(self, members: Sequence[int]) -> int:
+    def _elements(self, members: Iterable[int]) -> int:
         return sum(self.numel[i] for i in members)
 
     def _gather(self, members: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """A GPU and its machine as a few numbers. Each can be changed by hand.
 
 Peaks, memory and memory bandwidth are the vendor's figures for the SXM cards; fp32 on Ampere and later is TF32, as
-torch computes convolutions there. Bandwidths are for one direction. `efficiency` is the share of peak and of memory bandwidth
-that a detector in eager PyTorch reaches: a measured step replaces it (`--measured-step`, `--calibrate`).
+torch computes convolutions there. Bandwidths are for one direction. `efficiency` is the share of peak and of memory
+bandwidth that a detector in eager PyTorch reaches: a measured step replaces it (`--measured-step`, `--calibrate`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Hardware:
         return min(self.intra_bandwidth, self.inter_bandwidth * self.gpus_per_node)
 
 
+_MAY_BE_ZERO = ("reserved", "fragmentation", "latency", "launch")
 _FIELDS = ("memory", "memory_bandwidth", "float32", "bfloat16", "float16", "intra_bandwidth", "inter_bandwidth")
-_NUMBERS: dict[str, tuple[float, ...]] = {
+_NUMBERS: dict[str, tuple[Any, ...]] = {
     "a100-80g": (80e9, 2.039e12, 156e12, 312e12, 312e12, 240e9, 25e9),
     "a100-40g": (40e9, 1.555e12, 156e12, 312e12, 312e12, 240e9, 25e9),
     "h100-80g": (80e9, 3.35e12, 494e12, 989e12, 989e12, 360e9, 50e9),
@@ -108,9 +109,7 @@ def _changed(hardware: Hardware, values: dict[str, Any], source: str) -> Hardwar
             number = float(value)
         except (TypeError, ValueError):
             number = float("nan")
-        if not 0 <= number < float("inf") or (
-            number == 0 and key not in ("reserved", "fragmentation", "latency", "launch")
-        ):
+        if not 0 <= number < float("inf") or (number == 0 and key not in _MAY_BE_ZERO):
             raise UserError(f"{source}: {key} must be a positive number, got {value!r}")
         if key == "gpus_per_node" and number != int(number):
             raise UserError(f"{source}: {key} must be a whole number >= 1, got {value!r}")

@@ -32,23 +32,23 @@ class Size(NamedTuple):
 
 
 class ImageSizes:
-    """Padded sizes of micro-batches, drawn once with a fixed seed.
-
-    `largest` is the size that must fit: one image of the longest side each way, unless all images of a micro-batch have
-    the same orientation.
-    """
+    """Padded sizes of micro-batches, drawn once with a fixed seed. `largest` is the size that must fit: one image of
+    the longest side each way, unless all images of a micro-batch have the same orientation."""
 
     def __init__(self, data: DataConfig, micro: int, *, fixed: Size | None = None) -> None:
         random = np.random.default_rng(0)
         fixed = fixed or _fixed_size(data)
         if fixed is not None:
+            self.largest = fixed
             heights, widths = (np.full((_DRAWS, micro), side) for side in fixed)
         else:
+            scales = data.train_scales or [data.scale]
+            long, short = max(max(scale) for scale in scales), max(min(scale) for scale in scales)
+            self.largest = Size.padded(long if micro > 1 and not data.group_by_aspect else short, long)
             aspects = random.choice([a for a, _ in ASPECTS], (_DRAWS, micro), p=[p for _, p in ASPECTS])
             if data.group_by_aspect:
                 aspects = np.where((aspects >= 1) == (aspects[:, :1] >= 1), aspects, 1 / aspects)
             heights, widths = _resized(data, aspects, random)
-        self.largest = fixed or _largest(data, mixed=micro > 1 and not data.group_by_aspect)
         self.heights, self.widths = _padded(heights.max(1)), _padded(widths.max(1))
         self.pixels = self.heights * self.widths
 
@@ -59,24 +59,15 @@ class ImageSizes:
         return Size(int(self.heights[place]), int(self.widths[place]))
 
     def slowest(self, world: int) -> float:
-        """Expected pixels of a micro-batch on the rank that has the most.
-
-        This holds in every micro-step, also an accumulated one: ranks add up what they found in forward before they
-        continue (engine/train/forward.py), so a rank with a large image does not catch up with a small one later.
-        """
+        """Expected pixels of a micro-batch on the rank that has the most. In every micro-step the others wait for it:
+        ranks add up what they found in forward before they continue (engine/train/forward.py)."""
         random = np.random.default_rng(1)
         draws = max(8, min(400, 200_000 // world))
         return float(random.choice(self.pixels, (draws, world)).max(1).mean())
 
 
-def _largest(data: DataConfig, *, mixed: bool) -> Size:
-    scales = data.train_scales or [data.scale]
-    long, short = max(max(scale) for scale in scales), max(min(scale) for scale in scales)
-    return Size.padded(long if mixed else short, long)
-
-
 def _fixed_size(data: DataConfig) -> Size | None:
-    """Of a classifier's images, or of a crop: VariedCrop's `size` is (height, width), mmdet's `crop_size` (width, height)."""
+    """Of a classifier, or of a crop: VariedCrop's `size` is (height, width), mmdet's `crop_size` (width, height)."""
     if data.task == "classification":
         return Size(data.classification.image_size, data.classification.image_size)
     for step in data.augmentation:

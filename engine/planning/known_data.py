@@ -29,12 +29,6 @@ class Known(NamedTuple):
     source: str
 
 
-_OBJECTS365 = {
-    "v1": Known(638_630, 30_000, 365, 0, "Objects365, v1 assumed"),
-    "v2": Known(1_742_292, 80_000, 365, 0, "Objects365, v2 assumed"),
-}
-
-
 def known_data(config: RunConfig, *, images: int | None = None, classes: int | None = None) -> Known:
     """Numbers given by the user win; `images` is the number of training images."""
     for name, value in (("--images", images), ("--classes", classes)):
@@ -49,9 +43,8 @@ def known_data(config: RunConfig, *, images: int | None = None, classes: int | N
                 f"--{missing}, the number of training {missing}"
             )
         found = Known(images, None, classes, 0, "as given")
-    return found._replace(
-        train=images or found.train, things=classes or found.things, source="as given" if images else found.source
-    )
+    source = "as given" if images else found.source
+    return found._replace(train=images or found.train, things=classes or found.things, source=source)
 
 
 def _from_files(data: DataConfig, *, count: bool) -> Known | None:
@@ -83,7 +76,9 @@ def _public(config: RunConfig) -> Known | None:
     data, path = config.data, str(config.data.train and config.data.train.annotations)
     names = f"{path} {config.name} {config.detector.config}".lower()
     if data.dataset != "ade20k" and ("objects365" in names or "o365" in names):
-        return _OBJECTS365["v2" if re.search(r"zhiyuan|(objects365|o365)\S*v2", names) else "v1"]
+        second = re.search(r"zhiyuan|(objects365|o365)\S*v2", names)
+        version, train, val = ("v2", 1_742_292, 80_000) if second else ("v1", 638_630, 30_000)
+        return Known(train, val, 365, 0, f"Objects365, {version} assumed")
     # A classifier on COCO is trained on its objects, not on its images.
     if data.dataset == "ade20k" or (data.dataset == "coco" and "train2017" in path and data.task != "classification"):
         known = Known(*task_of(config).usual_data)

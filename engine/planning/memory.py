@@ -1,6 +1,6 @@
 """Memory of one GPU, from a traced micro-step and DeepSpeed's rules for where weights, gradients and moments are kept.
 
-Read off DeepSpeed 0.19.8 and compared with real ranks (benchmarks/plan_against_measured.py). N ranks, T trained elements:
+Read off DeepSpeed 0.19.8, compared with real ranks (benchmarks/plan_against_measured.py). N ranks, T trained elements:
 
     stage   weights      master       moments      gradients
     0       all          (half: T)    T            T, once more in one flat tensor while they are reduced
@@ -16,13 +16,14 @@ The peak is the highest of forward, backward (replayed gradient by gradient), re
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.planning.gathers import Gathers
 from engine.planning.model_facts import ModelFacts, plan_shards
 from engine.planning.step_trace import StepTrace
 from engine.planning.traffic import FALLBACK_BUCKET
-from engine.zero.geometry import BYTES, Geometry, reduced_once
+from engine.zero.geometry import BYTES
 from engine.zero.settings import CommunicationSettings
 
 OFFLOADS = ("none", "optimizer", "optimizer+parameters")
@@ -66,7 +67,7 @@ class MemoryPlan:
 
     def memory(self) -> Memory:
         s, share = self.settings, self.share
-        parts: dict[str, float] = {}
+        parts: dict[str, float] = {}  # in the order of the columns of engine/planning/report.py
         whole_forward = whole_backward = 0
         weights = self.model.total
         if s.stage == 3:
@@ -75,13 +76,13 @@ class MemoryPlan:
             persistent = sum(self.model.parameters[i].numel for i in gathers.persistent)
             weights = share + persistent + sum(-(-p.numel // s.world) for p in self.model.parameters if not p.trained)
         parts["weights"] = self.size * weights + self.model.buffers
+        parts["gradients"] = self.size * self._gradient_elements() + self.fp32_gradients
         parts["master weights"] = 4 * share if s.stage > 0 or s.dtype != "float32" else 0
         parts["moments"] = 4 * self.moments * share
-        parts["gradients"] = self.size * self._gradient_elements() + self.fp32_gradients
         parts["average"] = 4 * share if self.average else 0
-        parts["gathered weights"] = max(whole_forward, whole_backward)
-        parts["buckets"] = self._buckets()
         parts["AGVM window"] = self._window()
+        parts["buckets"] = self._buckets()
+        parts["gathered weights"] = max(whole_forward, whole_backward)
         parts["activations"] = self.trace.peak
         memory = Memory(parts)
         if self.offload != "none":
@@ -109,9 +110,12 @@ class MemoryPlan:
 
     def _gradient_elements(self) -> int:
         """Elements of gradients that stay until the step."""
-        if self.settings.stage < 2:
-            return self.model.trained
-        return self.share if self.settings.stage == 3 else max(_touching(self.geometry))
+        if self.settings.stage != 2:
+            return self.share if self.settings.stage == 3 else self.model.trained
+        touched: Counter[int] = Counter()  # by rank, of all parameters that it owns a part of
+        for i, numel in enumerate(self.geometry.numels):
+            touched.update({rank: numel for rank, _, _ in self.geometry.ranges(i)})
+        return max(touched.values())
 
     def _buckets(self) -> float:
         s = self.settings
@@ -132,9 +136,7 @@ class MemoryPlan:
         bucket = min(bucket_size, self.model.trained)
         plain = BYTES[s.communication_dtype]
         # What is reduced once stays in the type it came in (engine/zero/capture.py).
-        once = s.accumulation == 1 or reduced_once(
-            kind, keeps_local=s.keeps_local, world=s.world, accumulation=s.accumulation
-        )
+        once = s.accumulation == 1 or s.reduced_once(kind)
         signed = (plain if once else 4) * share + 2 * plain * bucket
         squared = 4 * share + 2 * 4 * bucket
         return signed + {"norms": 0, "signed": signed, "squared": squared}[kind]
@@ -164,12 +166,3 @@ class MemoryPlan:
         """The shard of the largest param group as fp32 gradients, and what the rule works with."""
         flat = 4 * self.largest_group if self.settings.stage or self.settings.dtype != "float32" else 0
         return flat + 4 * _RULE_TEMPORARIES * min(self.largest_group, _RULE_BATCH)
-
-
-def _touching(geometry: Geometry) -> list[int]:
-    """For each rank, the elements of all parameters that it owns a part of: ZeRO-2 keeps their reduced gradients whole."""
-    held = [0] * geometry.world
-    for i, numel in enumerate(geometry.numels):
-        for rank, _, _ in geometry.ranges(i):
-            held[rank] += numel
-    return held

@@ -1,4 +1,4 @@
-"""What a plan has to know of a model and its optimizer: parameters, how modules use them, and where their shards lie."""
+"""What a plan has to know of a model and its optimizer: parameters, how modules use them, where their shards lie."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class SyncedNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`uses` says how modules use parameters (for ZeRO-3), `layer_sums` how many numbers of each layer LARS or LAMB adds
-    up over all ranks, `buffers` is in bytes."""
+    """`uses` says how modules use parameters (for ZeRO-3), `layer_sums` how many numbers of each layer LARS or LAMB sum
+    over all ranks. `buffers` is in bytes."""
 
     parameters: Sequence[Parameter]
     uses: Sequence[Use] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +13,6 @@ from engine.planning.model_facts import stage_refused
 from engine.planning.plan import BACKBONE, Plan, Way
 from engine.planning.time import StepTime, run_time, step_time
 
-# Parts of the memory and their columns.
-_COLUMNS = {
-    "weights": "weights",
-    "gradients": "grads",
-    "master weights": "master",
-    "moments": "moments",
-    "average": "EMA",
-    "AGVM window": "AGVM",
-    "buckets": "buckets",
-    "gathered weights": "gathered",
-    "activations": "activ.",
-}
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 768, 1024)
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 10240)
 
@@ -70,8 +59,8 @@ def choices(plan: Plan, hardware: Hardware) -> list[Choice]:
 
 
 def recommended(found: Iterable[Choice]) -> Choice | None:
-    """The fastest that fits, offloading only where nothing else does; of those that are at most 2 % slower, the one that
-    needs the least memory, and of equals the faster."""
+    """The fastest that fits, offloading only where nothing else does; of those at most 2 % slower, the one that needs
+    the least memory, and of equals the faster."""
     fitting = [choice for choice in found if choice.fits]
     fitting = [choice for choice in fitting if choice.way.offload == OFFLOADS[0]] or fitting
     if not fitting:
@@ -81,10 +70,8 @@ def recommended(found: Iterable[Choice]) -> Choice | None:
 
 
 def scaling_points(plan: Plan, hardware: Hardware) -> list[Point]:
-    """Every batch of BATCHES on every number of GPUs of WORLDS, and the plan's own of both, at the config's micro-batch.
-
-    The length of the run follows the config: its epochs at every batch, or as many images as its steps hold.
-    """
+    """Every batch of BATCHES on every number of GPUs of WORLDS, and the plan's own of both, at its micro-batch. The run
+    has the config's epochs at every batch, or as many images as its steps hold."""
     images = plan.steps * plan.batch.total
     fits: dict[tuple[int, bool], bool] = {}
     points = []
@@ -102,7 +89,7 @@ def scaling_points(plan: Plan, hardware: Hardware) -> list[Point]:
 
 
 def divisible_batches(wanted: Iterable[int], unit: int) -> list[tuple[int, int]]:
-    """The nearest multiple of `unit` to each wanted batch; a multiple that is nearest to several goes to the nearest."""
+    """The nearest multiple of `unit` to each wanted batch; a multiple that is nearest to several is listed once."""
     nearest: dict[int, int] = {}
     for column in sorted(wanted):
         batch = max(1, round(column / unit)) * unit
@@ -114,7 +101,7 @@ def divisible_batches(wanted: Iterable[int], unit: int) -> list[tuple[int, int]]
 
 def header(plan: Plan, hardware: Hardware) -> str:
     batch, mean, largest, trace = plan.batch, plan.sizes.mean, plan.sizes.largest, plan.trace(plan.sizes.mean)
-    forward, backward = (flops / trace.micro / 1e9 for flops in (trace.forward_flops, trace.backward_flops))
+    forward, backward = (count / trace.micro / 1e9 for count in trace.flops.values())
     nodes = -(-plan.world // hardware.gpus_per_node)
     return (
         f"plan    {plan.config.name} on {plan.world} x {hardware.name} ({nodes} nodes)\n"
@@ -143,12 +130,13 @@ class Report:
         lines = [
             f"memory of a GPU in GB at the largest micro-batch ({card.name}: {card.usable() / 1e9:.1f} of "
             f"{card.memory / 1e9:.0f} GB for tensors); the peak is not the sum: parts are not all there at once",
-            "  ZeRO offload    recompute" + "".join(f"{n:>9}" for n in _COLUMNS.values()) + "     peak   host  step s",
+            "  ZeRO offload    recompute  weights    grads   master  moments      EMA     AGVM  buckets gathered   "
+            "activ.     peak   host  step s",
         ]
         for choice in self.choices:
             memory = choice.memory
             offload = dict(zip(OFFLOADS, ("-", "optimizer", "opt+param")))[choice.way.offload]
-            cells = "".join(f"{memory.parts[part] / 1e9:9.2f}" for part in _COLUMNS)
+            cells = "".join(f"{part / 1e9:9.2f}" for part in memory.parts.values())
             lines.append(
                 f"  {choice.way.stage:4d} {offload:10s} {'yes' if choice.way.recompute else 'no':>9s}{cells} "
                 f"{memory.peak / 1e9:8.2f} {memory.host / 1e9:6.1f} {choice.step.total:7.2f}"
@@ -164,21 +152,18 @@ class Report:
                 f"nothing fits {self.hardware.name}: use smaller images (data.scale), a smaller micro-batch than "
                 f"{plan.batch.micro}, more GPUs, or a larger card"
             )
-        zero = f'"zero_optimization": {{"stage": {best.way.stage}'
-        if best.way.offload != OFFLOADS[0]:
-            zero += ', "offload_optimizer": {"device": "cpu"}'
-        if best.way.offload == OFFLOADS[2]:
-            zero += ', "offload_param": {"device": "cpu"}'
+        keys = ("offload_optimizer", "offload_param")[: OFFLOADS.index(best.way.offload)]
+        zero = {"stage": best.way.stage, **{key: {"device": "cpu"} for key in keys}}
         names = (plan.config.detector.checkpoint_activations or BACKBONE) if best.way.recompute else []
-        shown = ", ".join(f'"{name}"' for name in names)
-        return f'recommended: {zero}}}, "detector": {{"checkpoint_activations": [{shown}]}}'
+        detector = json.dumps({"checkpoint_activations": names})
+        return f'recommended: "zero_optimization": {json.dumps(zero)}, "detector": {detector}'
 
     def misfit_text(self) -> str:
         """Printed before the times of a config that does not fit."""
         text = (
             f"memory  THIS CONFIG DOES NOT FIT: it needs {self.own.memory.peak / 1e9:.1f} GB of the "
-            f"{self.hardware.usable() / 1e9:.1f} that {self.hardware.name} has for tensors; its times below are those of "
-            "a run that would stop"
+            f"{self.hardware.usable() / 1e9:.1f} that {self.hardware.name} has for tensors; its times below are those "
+            "of a run that would stop"
         )
         if self.best is None:
             return text
@@ -194,73 +179,55 @@ class Report:
         if time.evaluation is not None:
             evaluation = f"evaluation {time.evaluation / 60:.1f} min (without scoring)"
         return (
-            f"step    {step.total:.3f} s: forward {step.forward:.3f}, backward {step.backward:.3f}, exposed communication "
-            f"{step.communication:.3f} (gradients {step.gradients:.3f}, weights {step.weights:.3f}, batch-norm statistics "
-            f"{step.statistics:.3f}), optimizer {step.optimizer:.3f}, AGVM {step.window:.4f} "
-            f"({step.window / step.total:.2%}); {step.sent / 1e6:.0f} MB sent by a GPU; at {self.hardware.efficiency:.0%} "
-            f"of the card's peaks\nrun     {time.steps} steps in {time.hours:.2f} hours, {time.gpu_hours:.0f} GPU-hours, "
+            f"step    {step.total:.3f} s: forward {step.forward:.3f}, backward {step.backward:.3f}, exposed "
+            f"communication {step.communication:.3f} (gradients {step.gradients:.3f}, weights {step.weights:.3f}, "
+            f"batch-norm statistics {step.statistics:.3f}), optimizer {step.optimizer:.3f}, AGVM {step.window:.4f} "
+            f"({step.window / step.total:.2%}); {step.sent / 1e6:.0f} MB sent by a GPU; at "
+            f"{self.hardware.efficiency:.0%} of the card's peaks\n"
+            f"run     {time.steps} steps in {time.hours:.2f} hours, {time.gpu_hours:.0f} GPU-hours, "
             f"{time.images_per_second:.0f} images/s; of it {evaluation}, checkpoints {time.checkpoints / 60:.1f} min"
         )
 
     def as_json(self, points: Sequence[Point]) -> dict[str, Any]:
-        plan, time, sizes = self.plan, self.time, self.plan.sizes
+        plan, time, step, best, sizes = self.plan, self.time, self.time.step, self.best, self.plan.sizes
         trace = plan.trace(sizes.mean)
-        return dict(
-            config=plan.config.name,
-            hardware=self.hardware.__dict__,
-            world=plan.world,
-            batch=plan.batch.as_keys(),
-            steps=plan.steps,
-            memory=[self._row(choice) for choice in self.choices],
-            recommended=None if self.best is None else self._row(self.best),
-            step=time.step._asdict(),
-            step_seconds=time.step.total,
-            hours=time.hours,
-            gpu_hours=time.gpu_hours,
-            images_per_second=time.images_per_second,
-            evaluation_seconds=time.evaluation,
-            checkpoint_seconds=time.checkpoints,
-            forward_flops_per_image=trace.forward_flops / trace.micro,
-            backward_flops_per_image=trace.backward_flops / trace.micro,
-            mean_image_size=sizes.mean._asdict(),
-            largest_image_size=sizes.largest._asdict(),
-            scaling=[point._asdict() for point in points],
-        )
+        return {
+            **dict(config=plan.config.name, hardware=self.hardware.__dict__, world=plan.world),
+            **dict(batch=plan.batch.as_keys(), steps=plan.steps, memory=[self._row(choice) for choice in self.choices]),
+            **dict(recommended=best and self._row(best), step=step._asdict(), step_seconds=step.total),
+            **dict(hours=time.hours, gpu_hours=time.gpu_hours, images_per_second=time.images_per_second),
+            **dict(evaluation_seconds=time.evaluation, checkpoint_seconds=time.checkpoints),
+            **{f"{name}_flops_per_image": count / trace.micro for name, count in trace.flops.items()},
+            **dict(mean_image_size=sizes.mean._asdict(), largest_image_size=sizes.largest._asdict()),
+            "scaling": [point._asdict() for point in points],
+        }
 
     def _row(self, choice: Choice) -> dict[str, Any]:
-        memory = choice.memory
-        return dict(
+        memory, hours = choice.memory, run_time(self.plan, self.hardware, choice.step).hours
+        return {
             **choice.way._asdict(),
-            peak_bytes=memory.peak,
-            host_bytes=memory.host,
-            parts=memory.parts,
-            phases=memory.phases,
-            step_seconds=choice.step.total,
-            fits=choice.fits,
-            own=choice.own,
-            hours=run_time(self.plan, self.hardware, choice.step).hours,
-        )
+            **dict(peak_bytes=memory.peak, host_bytes=memory.host, parts=memory.parts, phases=memory.phases),
+            **dict(step_seconds=choice.step.total, fits=choice.fits, own=choice.own, hours=hours),
+        }
 
 
 def scaling_table(points: Sequence[Point]) -> str:
     """Hours by GPUs (down) and batch (across), and images a second with one micro-batch for each rank."""
     columns = sorted({point.column for point in points})
-    lines = [
-        "hours by GPUs and batch size (right: images/s, and its share of linear, at the smallest batch of the row)"
-    ]
+    text = ["hours by GPUs and batch size (right: images/s, and its share of linear, at the smallest batch of the row)"]
     if any(point.batch != point.column for point in points):
-        lines.append("  HOURS@BATCH: at the nearest batch that the ranks can divide among them")
+        text.append("  HOURS@BATCH: at the nearest batch that the ranks can divide among them")
     if not all(point.fits for point in points):
-        lines.append("  * does not fit the card with this config's settings")
+        text.append("  * does not fit the card with this config's settings")
     width = 2 + max(5, *(len(point.cell) for point in points))
-    lines.append("  GPUs " + "".join(f"{column:>{width}}" for column in columns) + "     img/s  linear")
+    text.append("  GPUs " + "".join(f"{column:>{width}}" for column in columns) + "     img/s  linear")
     for world in sorted({point.world for point in points}):
         row = {point.column: point for point in points if point.world == world}
         cells = "".join(f"{row[column].cell if column in row else '':>{width}}" for column in columns)
         speed = row[min(row)].images_per_second
         linear = speed / world / (points[0].images_per_second / points[0].world)
-        lines.append(f"{world:6d} {cells} {speed:9.0f} {linear:7.0%}")
-    return "\n".join(lines)
+        text.append(f"{world:6d} {cells} {speed:9.0f} {linear:7.0%}")
+    return "\n".join(text)
 
 
 def draw_scaling(points: Sequence[Point], path: Path, title: str) -> None:

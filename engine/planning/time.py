@@ -1,10 +1,9 @@
 """Seconds of a step, hours of a run, and the efficiency of a card from a measured step.
 
-Compute: every operator of the traced step takes the longest of its arithmetic, its memory traffic and a launch, at the
-share of the card's peaks that is reached. Ranks wait for the one with the most pixels. Communication: every collective of
+Compute: every operator of the traced step takes the longest of its arithmetic, its memory traffic and a launch, at
+`Hardware.efficiency`. Ranks wait for the one with the most pixels. Communication: every collective of
 `engine/planning/traffic.py` in a ring over the slowest link, plus a latency that grows with the logarithm of the ranks;
-what DeepSpeed overlaps with backward counts only where it takes longer than backward. Loading of images and the start of
-the processes are not included.
+what DeepSpeed overlaps with backward counts only where it takes longer. Loading and start-up are not included.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from engine.files import CONFIG, METRICS
 from engine.monitoring.records import read_records
 from engine.planning.hardware import Hardware
 from engine.planning.memory import OFFLOADS
-from engine.planning.operators import Cost
 from engine.planning.plan import Plan, Way
-from engine.planning.traffic import Collective, sent_bytes, step_sent
+from engine.planning.step_trace import Cost
+from engine.planning.traffic import Collective, sent_bytes
 from engine.recipes.load import load_config
 from engine.zero.geometry import BYTES
 
@@ -108,10 +107,8 @@ def step_time(plan: Plan, hardware: Hardware, way: Way | None = None) -> StepTim
     largest = plan.trace(plan.sizes.largest)
     traffic = plan.traffic(settings, [event.parameter for event in largest.gradients])
 
-    def seconds(collectives: Iterable[Collective]) -> float:
-        return sum(
-            c.times(steps, window=True) * collective_seconds(c.op, c.bytes, world, hardware) for c in collectives
-        )
+    def seconds(chosen: Iterable[Collective]) -> float:
+        return sum(c.times(steps, window=True) * collective_seconds(c.op, c.bytes, world, hardware) for c in chosen)
 
     usual = [c for c in traffic if "window" not in c.when]
     gradients = seconds(c for c in usual if c.purpose == "gradients")
@@ -132,7 +129,7 @@ def step_time(plan: Plan, hardware: Hardware, way: Way | None = None) -> StepTim
         seconds(c for c in usual if c.purpose not in ("gradients", "weights")),
         _optimizer_seconds(plan, hardware, stage, offload),
         seconds(c for c in traffic if c.when == "window") / int(plan.config.optimizer.params.get("tau", 10)),
-        step_sent(usual, steps, world),
+        sum(c.times(steps) * sent_bytes(c.op, c.bytes, world) for c in usual),
     )
 
 
@@ -189,10 +186,8 @@ def calibrated(plan: Plan, hardware: Hardware, measured: float) -> Hardware:
 
 
 def calibrate_from_run(folder: str, hardware: Hardware, **given: Any) -> Hardware:
-    """From the median step of a run, its first steps left out, and the config saved with it, whatever is planned now.
-
-    `given` is what `Plan` is told of data that is not on this machine.
-    """
+    """From the median step of a run, its first steps left out, and the config saved with it. `given` is what `Plan` is
+    told of data that is not on this machine."""
     metrics, config_file = Path(folder) / METRICS, Path(folder) / CONFIG
     for path in (metrics, config_file):
         if not path.is_file():

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.errors import ConfigError, first_line
-from engine.zero.geometry import Sharding
+from engine.zero.geometry import Sharding, reduced_once
 
 # Settings of zero_optimization with which DeepSpeed sends something else.
 _UNPLANNED = (
@@ -62,6 +62,9 @@ class CommunicationSettings:
         """Whether every rank reduces the whole gradient at the boundary: at stage 0, and in BF16_Optimizer, which has
         none of ZeRO's buckets."""
         return self.stage == 0 or (self.stage == 1 and self.fp32_accumulation)
+
+    def reduced_once(self, kind: str) -> bool:
+        return reduced_once(kind, keeps_local=self.keeps_local, world=self.world, accumulation=self.accumulation)
 
     @property
     def sharding(self) -> Sharding:

@@ -1,4 +1,4 @@
-"""Other numbers of GPUs and other batches: none is lost because it cannot be divided, and what does not fit is marked."""
+"""Other numbers of GPUs and other batches: none is left out because ranks cannot divide it; misfits are marked."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from engine.errors import ConfigError, UserError
 from engine.planning.hardware import find_hardware
 from engine.planning.image_sizes import Size
 from engine.planning.memory import OFFLOADS
-from engine.planning.operators import Cost
 from engine.planning.plan import Plan, Way
+from engine.planning.step_trace import Cost
 from engine.planning.time import calibrated, collective_seconds, compute_seconds, run_time, step_time
 from engine.recipes.load import parse_config
 from engine.zero.recording import Use
