@@ -56,7 +56,7 @@ def cuts(case):
     """How many layers lie on more than one rank, and the most that a shard of this rank holds."""
     engine, optimizer = build(case, Tiny())
     layout = optimizer._norms.layout
-    cut = sum(len(layout.ranges(i)) > 1 for i in range(len(layout.params)))
+    cut = sum(len(layout.geometry.ranges(i)) > 1 for i in range(len(layout.params)))
     shared = max(map(len, optimizer.segments.values()))
     close(engine, optimizer)
     return cut, shared
