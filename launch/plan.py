@@ -67,6 +67,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def plan_run(options: argparse.Namespace) -> None:
+    # Imported here so that `--help` is quick.
     from engine.config import solve_batch
     from engine.errors import UserError
     from engine.planning.hardware import find_hardware
@@ -88,10 +89,11 @@ def plan_run(options: argparse.Namespace) -> None:
     solve_batch(config.deepspeed, options.world_size)
     folder = None if options.out is None else writable_folder(options.out, "--out")
 
+    # The slow imports, after everything that can be told without them.
     from models.mmdet_setup import import_mmdet
 
     import_mmdet()
-    from engine.planning.plan import Plan
+    from engine.planning.plan import Plan  # after mmdet is set up
     from engine.planning.report import Report, draw_scaling, header, scaling_points, scaling_table
     from engine.planning.time import calibrate_from_run, calibrated
 
@@ -110,7 +112,7 @@ def plan_run(options: argparse.Namespace) -> None:
     points = scaling_points(plan, hardware)
     print(f"\n{scaling_table(points)}", flush=True)
     if folder is not None:
-        from engine.files import write_json
+        from engine.files import write_json  # only where something is written
 
         try:
             write_json(folder / "plan.json", report.as_json(points), indent=2)

@@ -81,6 +81,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 def dry_run_code(options) -> int:
     """Print the dry run and its verdict; the exit code."""
+    # Imported here so that `--help` is quick.
     import os
     from pathlib import Path
 
@@ -104,7 +105,7 @@ def dry_run_code(options) -> int:
         config = load_config(options.deepspeed_config, _overrides(options))
         plan = solve_batch(config.deepspeed, ranks)
 
-        from engine.planning.dry_run import dry_run
+        from engine.planning.dry_run import dry_run  # slow, so after the config is known to be good
 
         stops, unknown = dry_run(config, plan, layout)
     except UserError as error:

@@ -46,7 +46,9 @@ class Script:
     def __init__(self, *command: Any, folder: Path, **variables: str) -> None:
         self._output = [Path(tempfile.mkstemp(prefix="gigadet-script-")[1]) for _ in range(2)]
         self._process = context().Process(
-            target=_run, args=([str(part) for part in command], str(folder), environment(**variables), self._output)
+            target=_run,
+            args=([str(part) for part in command], str(folder), environment(**variables), self._output),
+            daemon=True,  # it ends with pytest, whatever a test forgot
         )
         self._process.start()
 
@@ -77,7 +79,14 @@ class Script:
         return self._process.exitcode
 
 
+def as_if_started_by_a_shell() -> None:
+    """Let this forked process start others as a plain one does: loaders are forked, and find out if it is gone."""
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no children
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def _run(command: list[str], folder: str, variables: dict[str, str], output: list[Path]) -> None:
+    as_if_started_by_a_shell()
     for number, path in enumerate(output, 1):
         os.dup2(os.open(path, os.O_WRONLY), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))

@@ -66,6 +66,7 @@ def _serve(rank: int, tasks: mp.Queue, results: mp.Queue) -> None:
     # A test that hangs its ranks must not outlive pytest: the parent is watched while idle.
     import torch
 
+    forking.as_if_started_by_a_shell()
     torch.set_num_threads(1)
     _forget_previous_world.linear = torch.nn.functional.linear
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]

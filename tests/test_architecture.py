@@ -101,38 +101,20 @@ def test_a_room_imports_only_rooms_below_it(path):
             )
 
 
-# Files whose lazy imports still need their comments.
-UNEXPLAINED = (
-    "engine/planning/norms.py",
-    "engine/planning/scaling.py",
-    "engine/planning/step_trace.py",
-    "engine/zero/checked_files.py",
-    "engine/zero/fake_ranks.py",
-    "engine/zero/layout.py",
-    "engine/zero/module_trace.py",
-    "engine/zero/partitioned_build.py",
-    "engine/zero/processes.py",
-    "engine/zero/scalars.py",
-    "engine/zero/settings.py",
-    "engine/zero/whole_parameters.py",
-    "engine/zero/window.py",
-    "launch/plan.py",
-    "launch/train.py",
-)
-
-
 @pytest.mark.parametrize("path", files("engine", "launch"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_lazy_import_says_why(path):
-    """A comment on the line or directly above it; one above the first of consecutive imports serves them all."""
-    if str(path.relative_to(ROOT)) in UNEXPLAINED:
-        pytest.skip("not yet explained")
+    """A comment on the line or directly above it; one above the first of consecutive imports serves them all.
+
+    `engine/zero` says once, in its docstring, why it imports DeepSpeed inside functions.
+    """
     lines = [re.sub(r"# noqa: \w+", "# ", line) for line in path.read_text().splitlines()]
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    zero = path.is_relative_to(ROOT / "engine" / "zero")
     found = {
         (node.lineno, node.end_lineno)
         for function in functions
         for node in ast.walk(function)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not (zero and "deepspeed" in ast.unparse(node))
     }
     explained = -1  # the last line of the block of imports that has a comment
     for first, last in sorted(found):

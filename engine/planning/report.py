@@ -235,7 +235,7 @@ def draw_scaling(points: Sequence[Point], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # after the choice of a backend without a screen
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     columns = sorted({point.column for point in points})

@@ -20,7 +20,7 @@ from engine.zero.processes import compile_nothing, import_deepspeed, reset_distr
 @contextlib.contextmanager
 def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
     """Inside, this is rank `rank` of `world`; objects cannot be exchanged (`distributed.together`, ...)."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's test helpers take a second to import
 
     deepspeed = import_deepspeed()
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -30,7 +30,7 @@ def partitioned(deepspeed_config: dict[str, Any]) -> Iterator[None]:
     `torch.Tensor(array)`. Helpers have no parameters, so they are built with torch's own functions.
     """
     import deepspeed
-    from mmdet.registry import TASK_UTILS
+    from mmdet.registry import TASK_UTILS  # mmdet must be set up before
 
     plain = _constructors()
     with scalars_partitioned(), deepspeed.zero.Init(config_dict_or_path=deepspeed_config):
@@ -84,7 +84,7 @@ def _initialise(model: Any) -> None:
 def _initialise_conv_modules(model: nn.Module) -> None:
     """mmcv's ConvModule initialises itself in its constructor, where zero.Init draws other numbers. Do it again, so
     that modules which no `init_weights` reaches get the same values, partitioned or not."""
-    from mmcv.cnn import ConvModule
+    from mmcv.cnn import ConvModule  # our kernels must be in place before
 
     with torch.random.fork_rng(devices=[]):
         for module in model.modules():

@@ -29,8 +29,8 @@ CASES = {
         [
             r"batch +960 = 2 x 1 accumulated x 480 ranks",
             r"AGVM +windows: 1, from step 2 on, every 2",
-            r"engine +DeepSpeedZeroOptimizer_Stage3 .* rank 0 of 480 on the meta device; its 82 fragments lie as plan",
-            r"  backbone +706.\d+ kB",
+            r"engine +DeepSpeedZeroOptimizer_Stage3 .* rank 0 of 480 on the meta device; its 48 fragments lie as plan",
+            r"  backbone +47.\d+ kB",
             r"  gradients +reduce_scatter +1 ",
             r"  second gradient +reduce_scatter ",
         ],
@@ -116,7 +116,7 @@ CASES = {
         },
         0,
         "it would run on 3 ranks",
-        [r"engine +DeepSpeedZeroOptimizer_Stage3 .* on the meta device \(its offloading left out\); its 82 fragments"],
+        [r"engine +DeepSpeedZeroOptimizer_Stage3 .* on the meta device \(its offloading left out\); its 48 fragments"],
     ),
     "offloaded and one micro-batch": (
         1,
