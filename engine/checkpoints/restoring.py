@@ -61,7 +61,7 @@ def restore(state: TrainingState, checkpoint: Checkpoint, progress: Callable[[in
 
 def _check_fits(state: TrainingState, names: list[str], checkpoint: Checkpoint) -> None:
     here = {name: tuple(file_shape(parameter)) for name, parameter in zip(names, state.layout.params)}
-    for name in here.keys() ^ checkpoint.parameters.keys():
+    for name in sorted(here.keys() ^ checkpoint.parameters.keys()):
         where = "trained here but not in the checkpoint" if name in here else "in the checkpoint but not trained here"
         raise CheckpointError(f"parameter {name} is {where}: the model or what is frozen in it has changed")
     for name, shape in here.items():

@@ -186,7 +186,8 @@ class AGVMOptimizer(Rule):
     def attach(self, engine: Any, *, bucket_size: int = BUCKET_SIZE) -> None:
         """Connect to a DeepSpeed engine; call it once, right after `deepspeed.initialize`.
 
-        `bucket_size` (elements) bounds the extra memory of a window: one partition and two buckets per rank.
+        `bucket_size` (elements) bounds the extra memory of a window: one partition and two buckets per rank, and
+        twice that in the first window, which checks itself.
         """
         super().attach(engine)
         Attachment(engine, self, bucket_size=bucket_size)
@@ -210,7 +211,7 @@ class AGVMOptimizer(Rule):
         """D^2 of this step for a slice of a parameter, called before the step; None stands for 1.
 
         `state` holds the same slice of the parameter's optimizer state (empty before the first step), `g` the fp32
-        gradient as the step will see it (unscaled and clipped).
+        gradient as the step will see it (unscaled and clipped). Return a new tensor: `sums` overwrites it.
         """
         return None
 

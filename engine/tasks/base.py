@@ -1,6 +1,7 @@
 """What each task must define. Everything else is the same for all tasks.
 
-A new task is one file with a subclass of `Task`, one line in `engine.tasks.registry`, and its name in the schema.
+A new task is one file with a subclass of `Task`, one line in `engine.tasks.registry`, and its name in
+`DataConfig.task` (engine/config/schema.py).
 """
 
 from __future__ import annotations

@@ -120,10 +120,17 @@ def draw_beside_truth(
     """Ground truth and prediction of the first images that have objects."""
     files = {image["id"]: image for image in content["images"]}
     labels = {category: label for label, category in enumerate(category_ids_for(classes, content))}
+    annotations = [
+        a
+        for a in content["annotations"]
+        if a["image_id"] in files and a.get("category_id") in labels and not a.get("iscrowd") and "bbox" in a
+    ]
+    with_objects = {annotation["image_id"] for annotation in annotations}
+    drawn = [prediction for prediction in predictions if prediction["image_id"] in with_objects][:count]
+    wanted = {prediction["image_id"] for prediction in drawn}
     truth: dict[int, list[dict[str, Any]]] = {}
-    for annotation in content["annotations"]:
-        known = annotation["image_id"] in files and annotation.get("category_id") in labels
-        if known and not annotation.get("iscrowd") and "bbox" in annotation:
+    for annotation in annotations:
+        if annotation["image_id"] in wanted:  # masks are large: those of a whole data set would fill the memory
             x, y, w, h = annotation["bbox"]
             shape = files[annotation["image_id"]]
             truth.setdefault(annotation["image_id"], []).append(
@@ -134,15 +141,10 @@ def draw_beside_truth(
                 )
             )
     rows: list[tuple[np.ndarray, np.ndarray]] = []
-    for prediction in predictions:
-        if prediction["image_id"] in truth and len(rows) < count:
-            image = read_image(folder / files[prediction["image_id"]]["file_name"])
-            rows.append(
-                (
-                    draw_objects(image, truth[prediction["image_id"]], classes.things),
-                    draw_objects(image, shown_objects(prediction), classes.things),
-                )
-            )
+    for prediction in drawn:
+        image = read_image(folder / files[prediction["image_id"]]["file_name"])
+        both = truth[prediction["image_id"]], shown_objects(prediction)
+        rows.append((draw_objects(image, both[0], classes.things), draw_objects(image, both[1], classes.things)))
     if rows:
         side_by_side(rows, path)
 

@@ -1,4 +1,4 @@
-"""Build a run from its config: data, model, optimizer, DeepSpeed's engine, and its first step."""
+"""Build a run from its config: data, model, optimizer, DeepSpeed's engine, and the step it starts at."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from engine.train.run import Run
 from engine.train.work_dir import Resume, open_work_dir
 from engine.zero.engine import initialise_engine, read_layout
 from engine.zero.processes import import_deepspeed
-from engine.zero.settings import check_deepspeed
+from engine.zero.settings import check_deepspeed, offload_device
 from engine.zero.whole_parameters import keep_whole
 
 
@@ -116,7 +116,8 @@ def resolve(config: RunConfig, plan: BatchPlan, work_dir: Path) -> RunConfig:
 def check_supported(config: RunConfig, *, resuming: bool) -> None:
     stage = config.zero_stage
     zero = config.deepspeed.get("zero_optimization", {})
-    if "nvme" in str(zero) and (config.run.checkpoint_interval != 0 or config.run.ema is not None or resuming):
+    devices = [offload_device(config.deepspeed, key) for key in ("offload_optimizer", "offload_param")]
+    if "nvme" in devices and (config.run.checkpoint_interval != 0 or config.run.ema is not None or resuming):
         raise ConfigError(
             "state that is offloaded to NVMe can be neither saved nor averaged: set run.checkpoint_interval to "
             "0 and run.ema to null, or offload to the CPU"

@@ -58,12 +58,13 @@ def run_schedule(run: Run) -> dict[str, float]:
         lr_factor = run.schedule.factor(step)
         set_learning_rate(run.optimizer, lr_factor)
         losses: list[dict[str, float]] = []
-        broken = 0
+        broken, culprit = 0, None
         for k in range(run.plan.accumulation):
             batch = batches.take()
             first = backward(run, step, k, batch if run.sam is None else run.sam.keep(batch), alarm=batches.next_failed)
             losses.append(first.losses)
             broken += first.broken_ranks
+            culprit = culprit or (None if first.finite else (first.losses, batch))
             if run.sam is None:
                 run.engine.step()
             else:
@@ -77,7 +78,7 @@ def run_schedule(run: Run) -> dict[str, float]:
         line.update(step_text(record))
         nonfinite = nonfinite + 1 if broken else 0
         if nonfinite >= config.run.max_nonfinite:
-            stop_on_nonfinite(nonfinite, run.forward.record.losses, batch)
+            stop_on_nonfinite(nonfinite, culprit)
         if lost:
             with distributed.together():
                 stop_on_lost_record(run)
@@ -201,12 +202,13 @@ def write_events(model_engine: Any, record: dict[str, Any]) -> None:
         model_engine.monitor.write_events(events)
 
 
-def stop_on_nonfinite(count: int, losses: dict[str, float], batch: dict[str, Any]) -> None:
-    images = [sample.img_id for sample in batch["data_samples"]]
-    broken = not all(value == value and abs(value) != float("inf") for value in losses.values())
+def stop_on_nonfinite(count: int, culprit: tuple[dict[str, float], dict[str, Any]] | None) -> None:
+    """`culprit`: losses and batch of this rank's first micro-batch whose loss was not finite, if it had one."""
+    what = f"the loss was not finite in {count} optimizer steps in a row"
+    advice = "lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
     with distributed.together():
-        if broken:
-            raise Diverged(
-                f"the loss was not finite in {count} optimizer steps in a row: losses {losses} on images {images} of "
-                f"rank {distributed.rank()}; lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
-            )
+        if culprit is not None:
+            losses, batch = culprit
+            images = [sample.img_id for sample in batch["data_samples"]]
+            raise Diverged(f"{what}: losses {losses} on images {images} of rank {distributed.rank()}; {advice}")
+    raise Diverged(f"{what}, in SAM's second pass; {advice}")

@@ -11,6 +11,8 @@ Before backward the ranks compare which parameters their graphs reach (one small
   in parameter order, with zeros for the missing ones. This holds one full set of gradients, for this micro-step only.
 - A parameter that was missing before is a known gap: an autograd node created before the forward pass touches it.
   Backward runs nodes in reverse order of creation, so its zeros come after all other gradients, on all ranks.
+
+The other two ways to a hang at ZeRO-3: `whole_parameters.py` and `module_trace.py`.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Sharding:
 def reduced_once(kind: str, *, keeps_local: bool, world: int, accumulation: int) -> bool:
     """Whether one reduction at the boundary serves all micro-steps of an AGVM window.
 
-    So it is where DeepSpeed keeps the local sum until then (`keeps_local`) and the sign of a rank's micro-batches is
-    the same at every micro-step, that is for an even number of ranks.
+    True if DeepSpeed keeps the local sum until then (`keeps_local`) and a rank's sign is the same at every micro-step,
+    which holds for an even number of ranks. Squares cannot be taken from a sum.
     """
     return kind == "signed" and keeps_local and world % 2 == 0 and accumulation > 1

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.zero.geometry import Fragment
 from engine.zero.layout import layout_of, state_slice
+from engine.zero.patching import Wrapped
 from engine.zero.support import check_own_engine, refuse_unsupported
-from engine.zero.wrapping import Wrapped
 
 
 class LayerNorms:

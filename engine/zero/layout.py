@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.zero.geometry import Chunks, Fragment, Geometry, Partitions, Replicas
 from engine.zero.loss_scale import restore_scale, saved_scale
-from engine.zero.wrapping import Wrapped
+from engine.zero.patching import Wrapped
 
 
 def squared_norm(x: Tensor) -> Tensor:

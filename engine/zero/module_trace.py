@@ -4,6 +4,7 @@ ZeRO-3 records the order in which modules run, prefetches by it, and assumes tha
 detector's loss modules and RoI layers may run on one rank and not on another, depending on the objects in its images.
 Then one rank drops its trace, fetches at other moments than the others, and all wait for ever (DeepSpeed 0.19.8,
 two-stage detectors). A module without parameters has nothing to fetch, so it needs no hooks.
+The other two ways to such a hang: `complete_gradients.py` and `whole_parameters.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 ZeRO-3 gathers the parameters of a module by a collective when a rank enters it. If only some ranks enter a module (no
 mask head where no object was found), they wait for ever. A module whose parameters are kept whole can be skipped.
+The other two ways to such a hang: `complete_gradients.py` and `module_trace.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AGVM's window before the engine's step, and AGVM's state in the engine's checkpoints.
 
-`Attachment` wraps these methods of the instances: `engine.optimizer.step` (once per optimizer step, at every stage),
-`engine.allreduce_gradients` (at the end of each backward, before anything is reduced), `engine.clip_fp32_gradients`
-(stage 0 clips before the step), `engine.save_checkpoint` and `engine.load_checkpoint`.
+`Attachment` wraps these methods of DeepSpeed's engine: `optimizer.step` (once per optimizer step, at every stage),
+`allreduce_gradients` (at the end of each backward, before anything is reduced), `clip_fp32_gradients` (only at stage 0
+in fp32, which clips before the step), `save_checkpoint` and `load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.zero.capture import Capture
 from engine.zero.companion import Lane
 from engine.zero.geometry import Fragment
 from engine.zero.layout import layout_of, squared_norm, state_slice
+from engine.zero.patching import Wrapped
 from engine.zero.support import check_micro_batches, check_own_engine, note_version, refuse_unsupported
-from engine.zero.wrapping import Wrapped
 
 CLIENT_STATE_KEY = "agvm"  # of AGVM's state in DeepSpeed's client_state; `engine.checkpoints` uses it too
 
@@ -37,8 +37,8 @@ class Attachment:
         import deepspeed
 
         check_own_engine(engine, client, name="optimizer", attached=client._attachment is not None)
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be >= 1 element, got {bucket_size}")
+        if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
+            raise ValueError(f"bucket_size must be a whole number >= 1 of elements, got {bucket_size!r}")
         refuse_unsupported(engine, "AGVM")
         self.engine, self.client, self.version = engine, client, deepspeed.__version__
         self.layout = layout_of(engine)

@@ -1,5 +1,6 @@
 """Options of the loop: each does what it says and leaves the mathematics alone."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -158,6 +159,35 @@ def diverge():
         )
     except UserError as error:
         return str(error)
+    return "no error"
+
+
+def test_a_non_finite_loss_in_an_earlier_micro_batch_of_one_rank_stops_the_run_too(ranks):
+    for text in ranks.run(diverge_in_first_micro_batch, 2):
+        assert "not finite in 2 optimizer steps in a row" in text and "rank 1" in text and "nan" in text
+
+
+def diverge_in_first_micro_batch():
+    """On rank 1, in the first of the two micro-batches of every step."""
+    from unittest.mock import patch
+
+    from mmdet.models.detectors import SingleStageDetector
+
+    from engine import distributed
+    from engine.errors import UserError
+
+    compute, calls = SingleStageDetector.loss, itertools.count()
+
+    def broken(model, *args):
+        losses = compute(model, *args)
+        factor = float("nan") if distributed.rank() == 1 and next(calls) % 2 == 0 else 1.0
+        return {name: [part * factor for part in parts] for name, parts in losses.items()}
+
+    with patch.object(SingleStageDetector, "loss", broken):
+        try:
+            train_tiny({"schedule": {"steps": 8}, "run": {"max_nonfinite": 2}})
+        except UserError as error:
+            return str(error)
     return "no error"
 
 

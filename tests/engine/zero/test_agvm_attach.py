@@ -113,7 +113,11 @@ def wrong_attachments():
 
 def test_attach_once_and_to_its_own_engine(ranks):
     twice, foreign, empty = ranks.run(wrong_attachments, 1)[0]
-    assert "attached already" in twice and "not the engine's" in foreign and "bucket_size must be >= 1" in empty
+    assert (
+        "attached already" in twice
+        and "not the engine's" in foreign
+        and "bucket_size must be a whole number >= 1" in empty
+    )
 
 
 def misread_layout(stage):
