@@ -106,13 +106,13 @@ def test_every_ablation_trains_every_module(kind, ablation):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("kind, stride", [("retinanet", 32), ("faster_rcnn", 32)])
-def test_without_a_pyramid_there_is_one_level_with_all_anchors(kind, stride):
+@pytest.mark.parametrize("kind, stride, width", [("retinanet", 8, 16), ("faster_rcnn", 32, 64)])
+def test_without_a_pyramid_there_is_one_level_with_all_anchors(kind, stride, width):
     plain, bare = build(kind), build(kind, no_fpn=True)
     features = bare.extract_feat(batch()[0])
     assert len(plain.extract_feat(batch()[0])) > 1 and len(features) == 1
     assert features[0].shape[-2:] == (SIZE[0] // stride, SIZE[1] // stride)
-    assert [p.shape for p in bare.neck.parameters()] == [(16, 64, 1, 1), (16,)]
+    assert [p.shape for p in bare.neck.parameters()] == [(16, width, 1, 1), (16,)]
 
     def sizes(model):
         return sorted(
