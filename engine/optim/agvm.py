@@ -39,8 +39,8 @@ class Modulator:
         replicas    n = sum D^2 g^2,  S = sum D^2 Q,  S - n                    Q = mean of u[j]^2
                     Phi = 2 (S - n) / (S + (R - 2) n)
 
-    where u[j], j = 0..R-1, are the micro-batch gradients. G1 is the mean over the n1 even j and G2 the mean over the n2
-    odd j; p = 2 n2 / R and q = 2 n1 / R. Then, with e = `ratio_eps`,
+    where u[j], j = 0..R-1, are the micro-batch gradients. G1 is the mean over the first n1 = ceil(R / 2) of them and G2
+    the mean over the other n2; p = 2 n2 / R and q = 2 n1 / R. Then, with e = `ratio_eps`,
 
         mu[i] <- alpha mu[i] + (1 - alpha) clip( sqrt((Phi[anchor] + e) / (Phi[i] + e)) ),     mu[anchor] = 1.
 
@@ -183,6 +183,10 @@ class AGVMOptimizer(Rule):
         """The current factor on the learning rate of each module."""
         return dict(self.modulator.mu)
 
+    @property
+    def observer(self) -> Any:
+        return None if self._attachment is None else self._attachment.capture
+
     def attach(self, engine: Any, *, bucket_size: int = BUCKET_SIZE) -> None:
         """Connect to a DeepSpeed engine; call it once, right after `deepspeed.initialize`.
 
@@ -217,7 +221,7 @@ class AGVMOptimizer(Rule):
 
     @classmethod
     def companion_of(cls, estimator: str) -> str:
-        """What a window reduces in addition to g: `signed` (s u), `squared` (u^2), or `norms` (no second vector)."""
+        """What a window has beside g: `signed` (d), `squared` (the mean of u^2), or `norms` (no second vector)."""
         if estimator == "halves":
             return "signed"
         return "norms" if cls.preconditioner is AGVMOptimizer.preconditioner else "squared"

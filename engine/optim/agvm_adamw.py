@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 
 from engine.optim.adam import adam_options, adam_preconditioner, count_adam_step
 from engine.optim.agvm import AGVMOptimizer
+from engine.optim.fused import can_fuse
 from engine.optim.rule import BATCH, pieces
 
 
@@ -39,6 +40,24 @@ class AGVMAdamW(AGVMOptimizer):
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
         steps, tensors = count_adam_step(self, params)
         beta1, beta2 = group["betas"]
+        if can_fuse(*tensors):
+            w, g, m, v = (list(column) for column in tensors)
+            torch._fused_adamw_(
+                w,
+                g,
+                m,
+                v,
+                [],
+                [torch.full((), float(t), device=p.device) for t, p in zip(steps, w)],
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+            return
         for index, (w, g, m, v) in pieces(BATCH, *tensors):
             # torch's function counts the steps itself, in tensors; no two pieces may share one.
             t = [torch.tensor(float(steps[i] - 1)) for i in index]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
 from engine.optim.agvm import AGVMOptimizer
+from engine.optim.fused import can_fuse
 from engine.optim.momentum import momentum_options, momentum_tensors
 from engine.optim.rule import BATCH, pieces
 
@@ -40,7 +42,22 @@ class AGVMSGD(AGVMOptimizer):
         super().__init__(params, options, **agvm)
 
     def update(self, group: dict[str, Any], params: list[Tensor], lr: float) -> None:
-        for _, (w, g, *m) in pieces(BATCH, *momentum_tensors(self, group, params)):
+        tensors = momentum_tensors(self, group, params)
+        if can_fuse(*tensors):
+            torch._fused_sgd_(
+                list(tensors[0]),
+                list(tensors[1]),
+                list(tensors[2]) if group["momentum"] else [],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=lr,
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=False,
+                is_first_step=False,  # buffers begin as zeros
+            )
+            return
+        for _, (w, g, *m) in pieces(BATCH, *tensors):
             sgd(
                 w,
                 g,

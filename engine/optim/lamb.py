@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.optim.adam import adam_options, adam_preconditioner, count_adam_step
-from engine.optim.layerwise import LayerwiseOptimizer, product
+from engine.optim.layerwise import LayerwiseOptimizer
 from engine.optim.rule import BATCH, pieces
 
 
@@ -55,13 +55,13 @@ class LAMB(LayerwiseOptimizer):
         """The sums of the weights that all gradients have in m[t] and v[t]: bias correction divides by them."""
         return 1 - betas[0] ** t, 1 - betas[1] ** t
 
-    def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+    def layer_terms(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> list[Tensor]:
         m, v = (
             state[key].to(torch.float32, copy=True) if key in state else torch.zeros_like(g)
             for key in ("exp_avg", "exp_avg_sq")
         )
         step = self._advance(group, [int(state.get("step", 0)) + 1], [w], [g], [m], [v])[0]
-        return torch.stack([product(w, w), product(step, step)])
+        return [w * w, step * step]
 
     def _advance(
         self, group: dict[str, Any], t: list[int], w: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.optim.layerwise import LayerwiseOptimizer, product
+from engine.optim.layerwise import LayerwiseOptimizer
 from engine.optim.momentum import momentum_options, momentum_tensors
 from engine.optim.rule import BATCH, check_not_negative, pieces
 
@@ -58,8 +58,8 @@ class LARS(LayerwiseOptimizer):
         own = dict(trust_coefficient=trust_coefficient, eps=eps, norm=norm, adapt_1d=adapt_1d)
         super().__init__(params, {**options, **own}, **further)
 
-    def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
-        return torch.stack([product(w, w), product(w, g), product(g, g)])
+    def layer_terms(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> list[Tensor]:
+        return [w * w, w * g, g * g]
 
     def ratio(self, group: dict[str, Any], sums: Sequence[float], scale: float) -> float:
         decay, (ww, wg, gg) = group["weight_decay"], sums

@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 class LayerwiseOptimizer(Rule):
-    """A rule implements `update`, `layer_sums` (the sums that its ratio needs) and `ratio`.
+    """A rule implements `update`, `layer_terms` (whose sums its ratio needs) and `ratio`.
 
     With `adapt_1d` False the ratio of normalisation layers and biases is 1, as is usual. It is also 1 if the norm of
     the layer, or of its step, is zero.
@@ -51,9 +51,12 @@ class LayerwiseOptimizer(Rule):
         self.segments: dict[Tensor, list[Segment]] = {}
         self.ratios: list[float] = []
 
-    def layer_sums(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
-        """Sums over a slice of a layer, called before the step; w and g are fp32. `state` holds the same slice of the
-        optimizer's state (numbers unchanged); it is empty before the first step."""
+    def layer_terms(self, group: dict[str, Any], state: dict[str, Any], w: Tensor, g: Tensor) -> list[Tensor]:
+        """`sums_per_layer` vectors, to be summed over each layer, for a slice of one or more layers.
+
+        Called before the step; w and g are fp32. `state` holds the same slice of the optimizer's state (numbers
+        unchanged); it is empty before the first step.
+        """
         raise NotImplementedError
 
     def ratio(self, group: dict[str, Any], sums: Sequence[float], scale: float) -> float:
@@ -98,16 +101,17 @@ class LayerwiseOptimizer(Rule):
                 )
             return False  # DeepSpeed 0.19.8 steps once at stage 0 in half precision while it builds, without gradients
         self.follow([(k, p.dim()) for k, p in owned], {p: [(0, p.numel(), i)] for i, (_, p) in enumerate(owned)})
-        sums = [
-            self.layer_sums(
+        terms = [
+            self.layer_terms(
                 self.param_groups[k],
                 flat_state(self.state.get(p, {})),
                 p.reshape(-1).float(),
                 p.grad.reshape(-1).float(),
-            ).tolist()
+            )
             for k, p in owned
         ]
-        self.take_sums(sums, 1.0)
+        # sum() adds pairwise and stays exact to 1e-8 in fp32.
+        self.take_sums([[float(term.sum()) for term in of_layer] for of_layer in terms], 1.0)
         return True
 
     def segments_of(self, shard: Tensor) -> list[Segment]:
@@ -131,8 +135,3 @@ def flat_state(state: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value.reshape(-1) if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
     }
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """sum(a b). sum() adds pairwise and stays exact to 1e-8 in fp32; dot() adds one by one and does not."""
-    return (a * b).sum().double()

@@ -26,7 +26,8 @@ def variance(u: list[Tensor], D: Tensor, estimator: str) -> float | None:
         R, S = len(u), sum((D * x).square().sum() for x in u) / len(u)
         n = (D * (sum(u) / R)).square().sum()
         return float(2 * (S - n) / (S + (R - 2) * n)) if S > 0 else None
-    G1, G2 = D * sum(u[0::2]) / len(u[0::2]), D * sum(u[1::2]) / len(u[1::2])
+    first, second = u[: (len(u) + 1) // 2], u[(len(u) + 1) // 2 :]
+    G1, G2 = D * sum(first) / len(first), D * sum(second) / len(second)
     if G1.norm() == 0 or G2.norm() == 0:
         return None
     return float(1 - G1 @ G2 / (G1.norm() * G2.norm()))

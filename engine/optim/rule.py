@@ -47,6 +47,11 @@ class Rule(torch.optim.Optimizer):
         """One step on `params`, which all have gradients, at learning rate `lr`."""
         raise NotImplementedError
 
+    @property
+    def observer(self) -> Any:
+        """Who must be told of gradients that do not come one by one (`engine.zero.complete_gradients`), or None."""
+        return None
+
     def attach(self, engine: Any) -> None:
         """Connect to a DeepSpeed engine; call it once, right after `deepspeed.initialize`."""
 

@@ -20,6 +20,7 @@ import torch
 
 from engine.optim.agvm import AGVMOptimizer
 from engine.zero.layout import Layout
+from engine.zero.slices import Slices, gradient_norm, slice_limit, whole_fragments
 from engine.zero.support import refuse_unsupported
 
 
@@ -33,6 +34,7 @@ class SharpnessAware:
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, layout: Layout, rho: float) -> None:
         refuse_unsupported(engine, "SAM")
         self.engine, self.optimizer, self.layout, self.rho = engine, optimizer, layout, rho
+        self.slices = Slices(layout, whole_fragments(layout), slice_limit(torch.device(engine.device)))
         self._batches: list[Any] = []
 
     def keep(self, batch: Any) -> Any:
@@ -74,7 +76,8 @@ class SharpnessAware:
     @torch.no_grad()
     def _climb(self) -> None:
         """Move w to w + e and clear the gradients. A gradient that is zero or not finite leaves w where it is."""
-        norm = self.layout.gradient_norm()
+        self.layout.settle()
+        norm = gradient_norm(self.slices)
         length = norm * self.layout.factors(norm)[0]  # of the unscaled gradient
         alpha = self.rho / length if 0 < length < float("inf") else None
 

@@ -18,7 +18,7 @@ from engine.planning.traffic import step_calls, step_traffic
 from engine.recipes.load import parse_config
 from engine.train import loop
 from engine.train.build import build_run
-from engine.zero.recording import CollectiveRecorder, OrderRecorder, count_calls
+from engine.zero.recording import CollectiveRecorder, OrderRecorder, count_calls, with_all_to_all_totals
 from engine.zero.settings import communication_settings
 
 
@@ -46,7 +46,7 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         record = step_record(*args, **kwargs)
-        seen.append((count_calls(recorder.take()), *order_recorder.take()))
+        seen.append((recorder.take(), *order_recorder.take()))
         return record
 
     patches = mock.patch.multiple(loop, step_record=noted, finish_report=lambda work_dir: None)
@@ -70,7 +70,8 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
         last = order[-trained:] if follow_order else None
         collectives = step_traffic(model, settings, order=last, losses=losses, backend="gloo")
         window = modulator is not None and modulator.is_window(number)
-        predicted = step_calls(collectives, accumulation, window=window, first=window and first)
-        steps.append(ComparedStep(calls, predicted, window))
+        rank = distributed.rank()
+        predicted = step_calls(collectives, accumulation, window=window, first=window and first, rank=rank)
+        steps.append(ComparedStep(count_calls(with_all_to_all_totals(calls)), predicted, window))
         first = first and not window
     return steps

@@ -6,7 +6,7 @@ of missing annotations) is taken from the task's usual data set, and the output 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from engine.optim.schedule import Schedule, build_schedule
 from engine.planning.known_data import planned_classes
 from engine.planning.model_facts import PlannedShards, model_facts, plan_shards, refuse_sam
 from engine.planning.step_trace import build_empty_model
-from engine.planning.traffic import Collective, sent_bytes, step_traffic
+from engine.planning.traffic import Collective, step_traffic
 from engine.tasks.registry import task_of
 from engine.train.build import check_supported, resolve
 from engine.train.work_dir import check_new_work_dir
@@ -225,12 +225,12 @@ def _say_shards(shards: PlannedShards, settings: CommunicationSettings) -> None:
 
 def _say_traffic(collectives: Iterable[Collective], settings: CommunicationSettings) -> None:
     """Calls, payload and sent bytes of one optimizer step, by purpose and operation."""
-    calls, payload, sent = Counter[str](), Counter[str](), dict[str, float]()
+    calls, payload, sent = Counter[str](), Counter[str](), defaultdict[str, float](float)
     for c in collectives:
         times, line = c.times(settings.accumulation, window=True), f"{c.purpose:<22}{c.op:<16}"
         calls[line] += times
         payload[line] += times * c.bytes
-        sent[line] = sent_bytes(c.op, payload[line], settings.world)
+        sent[line] += times * c.sent(settings.world)
     print(f"  {'what':<22}{'collective':<16}{'calls':>7}{'payload':>12}{'sent':>12}{'bytes':>16}")
     rows = [(line, calls[line], payload[line], sent[line]) for line in calls]
     for line, number, size, out in [*rows, (f"{'in all':<38}", calls.total(), payload.total(), sum(sent.values()))]:

@@ -134,12 +134,15 @@ class MemoryPlan:
         s, (kind, bucket_size) = self.settings, self.model.window
         share = self.share if s.stage else -(-self.model.trained // s.world)
         bucket = min(bucket_size, self.model.trained)
-        plain = BYTES[s.communication_dtype]
-        # What is reduced once stays in the type it came in (engine/zero/capture.py).
-        once = s.accumulation == 1 or s.reduced_once(kind)
-        signed = (plain if once else 4) * share + 2 * plain * bucket
-        squared = 4 * share + 2 * 4 * bucket
-        return signed + {"norms": 0, "signed": signed, "squared": squared}[kind]
+        plain, halves = BYTES[s.communication_dtype], s.halves
+        # A copy of DeepSpeed's own sums stays in their type (engine/zero/capture.py).
+        copied = 4 if s.fp32_accumulation else self.size
+        signed = (copied if halves.copied_after is not None else plain) * share
+        if halves.reduced_at is not None:
+            signed += plain * bucket * (1 if len(halves.senders[0]) == s.world else 2)
+        squared = 4 * share + 4 * bucket  # all ranks send: half of a bucket's room is enough
+        check = 4 * share + plain * bucket
+        return check + {"norms": 0, "signed": signed, "squared": squared}[kind]
 
     def _backward(self, several: bool) -> float:
         """The highest of activations, buckets and gradients over backward, beyond what is always there."""

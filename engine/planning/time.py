@@ -108,7 +108,10 @@ def step_time(plan: Plan, hardware: Hardware, way: Way | None = None) -> StepTim
     traffic = plan.traffic(settings, [event.parameter for event in largest.gradients])
 
     def seconds(chosen: Iterable[Collective]) -> float:
-        return sum(c.times(steps, window=True) * collective_seconds(c.op, c.bytes, world, hardware) for c in chosen)
+        return sum(
+            c.times(steps, window=True) * (hardware.latency * math.log2(world) + c.sent(world) / hardware.bus(world))
+            for c in chosen
+        )
 
     usual = [c for c in traffic if "window" not in c.when]
     gradients = seconds(c for c in usual if c.purpose == "gradients")
@@ -129,7 +132,7 @@ def step_time(plan: Plan, hardware: Hardware, way: Way | None = None) -> StepTim
         seconds(c for c in usual if c.purpose not in ("gradients", "weights")),
         _optimizer_seconds(plan, hardware, stage, offload),
         seconds(c for c in traffic if c.when == "window") / int(plan.config.optimizer.params.get("tau", 10)),
-        sum(c.times(steps) * sent_bytes(c.op, c.bytes, world) for c in usual),
+        sum(c.times(steps) * c.sent(world) for c in usual),
     )
 
 

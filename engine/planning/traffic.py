@@ -16,18 +16,19 @@ from typing import NamedTuple
 
 from engine.planning.gathers import Gathers
 from engine.planning.model_facts import ModelFacts, param_groups_of, plan_shards
-from engine.zero.buckets import make_plan
-from engine.zero.geometry import BYTES
+from engine.zero.buckets import Bucket, make_plan
+from engine.zero.geometry import BYTES, Chunks
 from engine.zero.settings import CommunicationSettings
 
 FALLBACK_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE, at stage 0
 
 
 class Collective(NamedTuple):
-    """`calls` equal calls, each of `bytes` of payload: what is reduced or broadcast, or the result of a gather.
+    """`calls` equal calls, each of `bytes` of payload: what is reduced or broadcast, the result of a gather, or what
+    all ranks together hand over in an all-to-all.
 
     `when` is "micro-step" (in every one), "boundary" (once an optimizer step), "window" (once more in a step with an
-    AGVM window) or "first window".
+    AGVM window) or "first window". `members` are the ranks that take part, if not all do.
     """
 
     op: str
@@ -35,27 +36,37 @@ class Collective(NamedTuple):
     calls: int
     when: str
     purpose: str
+    members: range | None = None
 
     def times(self, accumulation: int, *, window: bool = False, first: bool = False) -> int:
         """How often it runs in one optimizer step."""
         turns = {"micro-step": accumulation, "boundary": 1, "window": int(window), "first window": int(first)}
         return self.calls * turns[self.when]
 
+    def sent(self, world: int) -> float:
+        """What a rank sends in one call, on average over all ranks."""
+        return sent_bytes(self.op, self.bytes, world, None if self.members is None else len(self.members))
 
-def sent_bytes(op: str, payload: int, world: int) -> float:
-    """What a rank sends in a ring, on average over ranks; `payload` as in `Collective.bytes`."""
-    if world == 1 or op == "barrier":
+
+def sent_bytes(op: str, payload: int, world: int, members: int | None = None) -> float:
+    """What a rank sends in a ring of `members` ranks (default: all), on average over all; `payload` as in
+    `Collective.bytes`."""
+    n = world if members is None else members
+    if n == 1 or op == "barrier":
         return 0.0
-    return (2 if op == "all_reduce" else 1) * payload * (world - 1) / world
+    if op == "all_to_all":
+        return payload * (n - 1) / n / world
+    return (2 if op == "all_reduce" else 1) * payload * (n - 1) / world
 
 
 def step_calls(
-    collectives: Iterable[Collective], accumulation: int, *, window: bool = False, first: bool = False
+    collectives: Iterable[Collective], accumulation: int, *, window: bool = False, first: bool = False, rank: int = 0
 ) -> Counter[tuple[str, int]]:
-    """How many calls of each (operation, payload bytes) an optimizer step makes."""
+    """How many calls of each (operation, payload bytes) a rank makes in an optimizer step."""
     calls: Counter[tuple[str, int]] = Counter()
     for c in collectives:
-        calls[c.op, c.bytes] += c.times(accumulation, window=window, first=first)
+        if c.members is None or rank in c.members:
+            calls[c.op, c.bytes] += c.times(accumulation, window=window, first=first)
     return +calls
 
 
@@ -82,13 +93,13 @@ class _Step:
         self.model, self.settings, self.parameters = model, settings, model.parameters
         self.shards = plan_shards(model.parameters, settings.sharding)
         self.groups = param_groups_of(model.parameters)
-        self.found: Counter[tuple[str, int, str, str]] = Counter()
+        self.found: Counter[tuple[str, int, str, str, range | None]] = Counter()
         places = reversed(range(len(model.parameters))) if order is None else order
         self.order = [i for i in places if self.parameters[i].trained and self.parameters[i].numel]
 
-    def add(self, op: str, size: int, when: str, purpose: str, calls: int = 1) -> None:
+    def add(self, op: str, size: int, when: str, purpose: str, calls: int = 1, members: range | None = None) -> None:
         if size and calls:
-            self.found[op, size, when, purpose] += calls
+            self.found[op, size, when, purpose, members] += calls
 
     def collectives(self, losses: int, backend: str) -> list[Collective]:
         model, settings = self.model, self.settings
@@ -109,7 +120,10 @@ class _Step:
             self.add("all_reduce", 8, "boundary", "layer norms")
         if model.window is not None:
             self._window(*model.window, backend)
-        return [Collective(op, size, calls, when, purpose) for (op, size, when, purpose), calls in self.found.items()]
+        return [
+            Collective(op, size, calls, when, purpose, members)
+            for (op, size, when, purpose, members), calls in self.found.items()
+        ]
 
     def _gradients(self) -> None:
         settings, numel = self.settings, [p.numel for p in self.parameters]
@@ -173,26 +187,45 @@ class _Step:
         self.add("all_reduce", norm_size, "boundary", "gradient norm", norms)
 
     def _window(self, kind: str, bucket_size: int, backend: str) -> None:
-        """engine/zero/{capture,companion,window}.py."""
+        """engine/zero/{halves,capture,companion,routes,window}.py."""
         settings, shards = self.settings, self.shards
         place = {i: k for k, i in enumerate(shards.order)}
         buckets = make_plan(shards.geometry, [place[i] for i in self.order], bucket_size).buckets
-        turns = 1 if settings.reduced_once(kind) else settings.accumulation
-        plain = BYTES[settings.communication_dtype]
-        lanes = [("first window", plain, "self-check")]
-        if kind != "norms":
-            lanes.insert(0, ("window", 4 if kind == "squared" else plain, "second gradient"))
-        for when, size, purpose in lanes:
-            for bucket in buckets:
-                if shards.geometry.even and backend == "nccl":
-                    self.add("reduce_scatter", size * bucket.numel, when, purpose, turns)
-                    continue
-                for _, _, length in bucket.segments:
-                    self.add("reduce", size * length, when, purpose, turns)
+        halves, plain = settings.halves, BYTES[settings.communication_dtype]
+        nccl = backend == "nccl"
+        if kind == "signed" and halves.reduced_at is not None:
+            senders = halves.senders
+            for b, bucket in enumerate(buckets):
+                self._send(bucket, plain, "window", "second gradient", senders[b % len(senders)], nccl)
+        elif kind == "squared":
+            for bucket in buckets * settings.accumulation:
+                self._to_owners(bucket, 4, "window", "second gradient", nccl)
+        for bucket in buckets * settings.accumulation:
+            self._to_owners(bucket, plain, "first window", "self-check", nccl)
         modules = {p.module for p in self.parameters if p.trained}
-        self.add("all_reduce", 8 * (2 * len(shards.order) + 3), "window", "which gradients came")
+        self.add("all_reduce", 8 * (4 * len(shards.order) + 3), "window", "which gradients came")
         self.add("all_reduce", 8 * 3 * len(modules), "window", "sums of each module")
         self.add("all_reduce", 8 * 2 * len(self.groups), "first window", "self-check")
+
+    def _to_owners(self, bucket: Bucket, size: int, when: str, purpose: str, nccl: bool) -> None:
+        if nccl:  # one call, or reductions to several owners that are launched as one
+            even = isinstance(self.shards.geometry, Chunks)
+            self.add("reduce_scatter" if even else "reduce", size * bucket.numel, when, purpose)
+            return
+        for _, _, length in bucket.segments:
+            self.add("reduce", size * length, when, purpose)
+
+    def _send(self, bucket: Bucket, size: int, when: str, purpose: str, senders: range, nccl: bool) -> None:
+        """From some ranks: reduced among them in equal slices, then handed to the owners."""
+        if len(senders) == self.settings.world:
+            return self._to_owners(bucket, size, when, purpose, nccl)
+        width = -(-bucket.numel // len(senders))
+        if len(senders) > 1 and nccl:
+            self.add("reduce_scatter", size * width * len(senders), when, purpose, members=senders)
+        elif len(senders) > 1:
+            for start in range(0, bucket.numel, width):
+                self.add("reduce", size * min(width, bucket.numel - start), when, purpose, members=senders)
+        self.add("all_to_all", size * bucket.numel, when, purpose)
 
     def _padded(self, members: Iterable[int]) -> int:
         """Elements of parameters whose chunks all have the same size."""

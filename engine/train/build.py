@@ -74,6 +74,7 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     with distributed.together():
         keep_whole(engine, config.detector.skippable)
     sam = attach(config.optimizer, engine, optimizer, layout)
+    forward.gradients.observer = getattr(optimizer, "observer", None)
     run = Run(
         config=config,
         task=task,

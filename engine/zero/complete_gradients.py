@@ -18,7 +18,8 @@ The other two ways to a hang at ZeRO-3: `whole_parameters.py` and `module_trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -79,14 +80,30 @@ class _Touch(torch.autograd.Function):
         return None, *(_zeros(parameter) for parameter in ctx.parameters)
 
 
+class Observer(Protocol):
+    """Whoever has hooks on the parameters (AGVM). Hooks fire where gradients are computed and again where they are
+    delivered, so the gradients are handed over in between, once."""
+
+    def ignoring(self) -> AbstractContextManager[None]: ...
+
+    def take_all(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+
+    def learn_order(self) -> None: ...
+
+
 class _Deliver(torch.autograd.Function):
     """The loss; its backward computes the gradients of an inner graph and returns them in parameter order."""
 
     @staticmethod
     def forward(
-        ctx: Any, gather: Callable, inner: Callable[[], torch.Tensor], counts: bool, *parameters: torch.Tensor
+        ctx: Any,
+        gather: Callable,
+        inner: Callable[[], torch.Tensor],
+        counts: bool,
+        observer: Observer | None,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.gather, ctx.inner, ctx.counts, ctx.parameters = gather, inner, counts, parameters
+        ctx.gather, ctx.inner, ctx.counts, ctx.observer, ctx.parameters = gather, inner, counts, observer, parameters
         return inner().detach().clone()
 
     @staticmethod
@@ -94,10 +111,14 @@ class _Deliver(torch.autograd.Function):
         gradients: Iterable[torch.Tensor | None] = [None] * len(ctx.parameters)
         # Under ZeRO-3 a rank whose loss does not count runs backward too: the others wait for it in every module.
         if ctx.inner().requires_grad and (ctx.counts or hasattr(ctx.parameters[0], "ds_id")):
-            computed = torch.autograd.grad(ctx.inner(), ctx.parameters, grad, allow_unused=True)
+            with nullcontext() if ctx.observer is None else ctx.observer.ignoring():
+                computed = torch.autograd.grad(ctx.inner(), ctx.parameters, grad, allow_unused=True)
             gradients = computed if ctx.counts else gradients
         ctx.gather(ctx.parameters)
-        return None, None, None, *(g if g is not None else _zeros(p) for g, p in zip(gradients, ctx.parameters))
+        complete = [g if g is not None else _zeros(p) for g, p in zip(gradients, ctx.parameters)]
+        if ctx.observer is not None:
+            ctx.observer.take_all(zip(ctx.parameters, complete))
+        return None, None, None, None, *complete
 
 
 class Agreed(NamedTuple):
@@ -107,7 +128,12 @@ class Agreed(NamedTuple):
 
 
 class CompleteGradients:
-    """On all ranks: `touch()` before the forward pass, `complete(loss, ...)` after it, `release()` after backward."""
+    """On all ranks: `touch()` before the forward pass, `complete(loss, ...)` after it, `release()` after backward.
+
+    Set `observer` to whoever has hooks on the parameters.
+    """
+
+    observer: Observer | None = None
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -150,8 +176,10 @@ class CompleteGradients:
             return Agreed(loss, broken, alarms)
         if not broken:
             self._known_gaps = sorted({*self._known_gaps, *gaps})
+            if self.observer is not None:
+                self.observer.learn_order()
         partitioned = self._gather([self.parameters[i] for i in gaps])
-        delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, counts, *self.parameters)
+        delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, counts, self.observer, *self.parameters)
         _release(partitioned)
         return Agreed(delivered, broken, alarms)
 

@@ -37,9 +37,6 @@ class Fragment:
 class Geometry(ABC):
     """The ranges of all ranks, and the fragments of one of them."""
 
-    # Whether every parameter is cut into N equal chunks; otherwise ranges are contiguous in a flat group.
-    even: bool
-
     def __init__(self, numels: Sequence[int], world: int, rank: int) -> None:
         self.numels, self.world, self.rank = list(numels), world, rank
 
@@ -76,8 +73,6 @@ class Geometry(ABC):
 
 class Chunks(Geometry):
     """Stage 3: `homes` are the sub-group, and the offset in it, of this rank's chunk of each parameter."""
-
-    even = True
 
     def __init__(self, numels: Sequence[int], world: int, rank: int, homes: Sequence[tuple[int, int]]) -> None:
         super().__init__(numels, world, rank)
@@ -125,8 +120,6 @@ class Replicas(Chunks):
 class Partitions(Geometry):
     """Stages 1 and 2: `groups` and `positions` say where each parameter begins in its flat param group, `sizes` are the
     elements of each group that one rank owns."""
-
-    even = False
 
     def __init__(
         self,
@@ -214,12 +207,3 @@ class Sharding:
         whole = _START_ALIGNMENT * self.world
         sizes = [math.ceil(filled[group] / whole) * whole // self.world for group in sorted(filled)]
         return Partitions(numels, self.world, rank, groups=groups, positions=positions, sizes=sizes)
-
-
-def reduced_once(kind: str, *, keeps_local: bool, world: int, accumulation: int) -> bool:
-    """Whether one reduction at the boundary serves all micro-steps of an AGVM window.
-
-    True if DeepSpeed keeps the local sum until then (`keeps_local`) and a rank's sign is the same at every micro-step,
-    which holds for an even number of ranks. Squares cannot be taken from a sum.
-    """
-    return kind == "signed" and keeps_local and world % 2 == 0 and accumulation > 1

@@ -7,7 +7,7 @@ know DeepSpeed's clipping factor first: with clipping on, this takes a second al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.zero.geometry import Fragment
-from engine.zero.layout import layout_of, state_slice
+from engine.zero.layout import layout_of
 from engine.zero.patching import Wrapped
+from engine.zero.slices import Slices, gradient_norm, segment_sums, slice_limit, whole_fragments
 from engine.zero.support import check_own_engine, refuse_unsupported
 
 
@@ -24,7 +25,7 @@ class LayerNorms:
     """Connects a DeepSpeed engine with a client optimizer (`LayerwiseOptimizer`).
 
     `client.follow` is told the layers, and which range of which shard belongs to which layer. Before each step,
-    `client.layer_sums` turns slices of weights, gradient and state into `sums_per_layer` numbers, and
+    `client.layer_terms` turns slices of weights, gradient and state into `sums_per_layer` terms to add up, and
     `client.take_sums` gets the sums of all layers. `client.needs_final_gradient` says which gradient it needs.
     """
 
@@ -34,6 +35,8 @@ class LayerNorms:
         refuse_unsupported(engine, name)
         self.engine, self.client, self.layout = engine, client, layout_of(engine)
         self._check_weights()
+        device = next((shard.device for shard in self.layout.shards().values()), torch.device(engine.device))
+        self.slices = Slices(self.layout, whole_fragments(self.layout), slice_limit(device))
         segments: dict[Tensor, list[tuple[int, int, int]]] = {shard: [] for shard in self.layout.shards().values()}
         for fragment in self.layout.held():
             stop = fragment.offset + fragment.stop - fragment.start
@@ -78,33 +81,22 @@ class LayerNorms:
     def _measure(self) -> None:
         layout, client = self.layout, self.client
         final, per_layer = client.needs_final_gradient, client.sums_per_layer
+        layout.settle()
         scale = 1.0
         if final:
-            scale = layout.factors(layout.gradient_norm() if layout.needs_norm else 0.0)[0]
+            scale = layout.factors(gradient_norm(self.slices) if layout.needs_norm else 0.0)[0]
         device = next((shard.device for shard in layout.shards().values()), self.engine.device)
         sums = torch.zeros(len(layout.params), per_layer, dtype=torch.float64, device=device)
-        for fragment, part in self._parts(scale):
-            sums[fragment.param] += part
+        for part in self.slices.with_gradient(client.state):
+            w, g = part.weights().float(), part.gradient().to(device, torch.float32)
+            terms = client.layer_terms(
+                client.param_groups[part.group], part.state(client.state), w, g if scale == 1.0 else g * scale
+            )
+            sums.index_add_(0, torch.tensor(part.params, device=device), segment_sums(terms, part.lengths))
         sums = self._all_reduce(sums)
         if not final:
             scale = layout.factors(float(sums[:, -1].sum()) ** 0.5)[0]
         client.take_sums(sums.tolist(), scale)
-
-    def _parts(self, scale: float) -> Iterator[tuple[Fragment, Tensor]]:
-        """The client's sums, slice by slice. Slices are small: sums are fp32 within a slice and fp64 over slices."""
-        layout, client = self.layout, self.client
-        for fragment in layout.fragments:
-            g, w, shard = layout.gradient(fragment), self._weights(fragment), layout.shard(fragment)
-            if g is None:
-                continue
-            group, state = client.param_groups[layout.group[fragment.param]], client.state.get(shard, {})
-            limit = 1 << 16 if w.device.type == "cpu" else 1 << 22
-            for low in range(0, w.numel(), limit):
-                high = min(w.numel(), low + limit)
-                part = g[low:high].to(w.device, torch.float32)
-                own = state_slice(state, shard, fragment.offset + low, fragment.offset + high)
-                part = part if scale == 1.0 else part * scale
-                yield fragment, client.layer_sums(group, own, w[low:high].float(), part)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         if self.layout.world > 1:

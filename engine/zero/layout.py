@@ -8,7 +8,7 @@ the start of LARS and LAMB (`layer_norms.py`) stops the run. Checkpoints store t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -22,22 +22,13 @@ from engine.zero.patching import Wrapped
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """|x|^2 in fp64, slice by slice: torch would make an fp64 copy of the whole tensor."""
-    limit = 1 << 14 if x.device.type == "cpu" else 1 << 22
+    """|x|^2 in fp64, slice by slice: torch would make a copy of the whole tensor. A GPU adds pairwise, in fp32."""
     # Flattened in memory order, which makes no copy (the gradient of a linear layer comes transposed).
     flat = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
-    slices = (part.double() for part in flat.split(limit))
+    if x.device.type != "cpu":
+        return torch.stack([part.float().square().sum() for part in flat.split(1 << 22)]).double().sum()
+    slices = (part.double() for part in flat.split(1 << 14))
     return torch.stack([torch.dot(part, part) for part in slices]).sum()
-
-
-def state_slice(state: Mapping[str, Any], shard: Tensor, start: int, stop: int) -> dict[str, Any]:
-    """The optimizer state of a range of a shard. Entries for the whole shard, such as `step`, stay as they are."""
-    parts = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    return {
-        key: value.reshape(-1)[start:stop] if key in parts else value
-        for key, value in state.items()
-        if key not in parts or value.numel() == shard.numel()
-    }
 
 
 class Layout:
@@ -45,6 +36,8 @@ class Layout:
 
     # Whether local gradients accumulate until the last micro-step, where DeepSpeed reduces them once.
     keeps_local = False
+    # Whether `gradient` is None for a parameter that got none; DeepSpeed's wrappers hold zeros or an older gradient.
+    may_lack_gradient = False
 
     def __init__(self, engine: Any, params: list[Tensor], group: list[int]) -> None:
         self.engine, self.wrapper, self.params, self.group = engine, engine.optimizer, params, group
@@ -84,14 +77,15 @@ class Layout:
         """The gradient that this rank has accumulated so far (only if `keeps_local`)."""
         return self.params[i].grad
 
-    def gradient_norm(self) -> float:
-        """|g| over all parameters, as DeepSpeed holds it: one all-reduce of one number."""
-        squares = [squared_norm(g) for g in map(self.gradient, self.fragments) if g is not None]
-        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        square = square.to(self.engine.device)
-        if self.world > 1:
-            dist.all_reduce(square, group=self.engine.seq_data_parallel_group)
-        return float(square) ** 0.5
+    def reduced_so_far(self, fragment: Fragment) -> Tensor:
+        """The reduced gradient of the micro-steps so far, flat, after one that is not the last (unless `keeps_local`).
+
+        It belongs to DeepSpeed, which goes on adding to it: copy it.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until gradients on their way to the host are there. Call it before reading gradients."""
 
     @property
     def needs_norm(self) -> bool:
@@ -136,7 +130,7 @@ class Layout:
 class Replicated(Layout):
     """Stage 0: every rank holds everything. For AGVM's sums each rank takes 1/N of every parameter."""
 
-    keeps_local = True
+    keeps_local = may_lack_gradient = True
     needs_norm = False
 
     def __init__(self, engine: Any) -> None:
@@ -166,14 +160,15 @@ class Replicated(Layout):
 
     def watch_clipping(self, wrapped: Wrapped, in_window: Callable[[], bool]) -> None:
         def clip(original: Callable[[], None]) -> None:
-            before = self._norm() if in_window() else 0.0
+            # All gradients are multiplied by one factor, so it can be read off the first that is not zero.
+            norms = ((p.grad, float(squared_norm(p.grad)) ** 0.5) for p in self.params if p.grad is not None)
+            sample, before = (
+                next(((g, norm) for g, norm in norms if norm > 0), (None, 1.0)) if in_window() else (None, 1.0)
+            )
             original()
-            self.clipped_by = self._norm() / before if before > 0 else 1.0
+            self.clipped_by = 1.0 if sample is None else float(squared_norm(sample)) ** 0.5 / before
 
         wrapped.put(self.engine, "clip_fp32_gradients", clip)
-
-    def _norm(self) -> float:
-        return float(sum(squared_norm(p.grad) for p in self.params if p.grad is not None)) ** 0.5
 
     def step_with(self, update: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
         update()  # there is no wrapper, and the optimizer works on the model's own weights
@@ -255,6 +250,27 @@ class ZeroOneTwo(Flat):
             parts = [p for p in parts if not getattr(p, "_zero_padding", False)]
         return parts[self.ordinal[fragment]].reshape(-1)[: end - begin]
 
+    def reduced_so_far(self, fragment: Fragment) -> Tensor:
+        wrapper, length = self.wrapper, fragment.stop - fragment.start
+        # Sums in fp32 of 16-bit gradients: flat, on the accelerator even with an offloaded optimizer.
+        flat = getattr(wrapper.averaged_gradients.get(fragment.shard), "flat_partition", None)
+        if flat is not None:
+            return flat.view(-1)[fragment.offset : fragment.offset + length]
+        if wrapper.cpu_offload:
+            held = wrapper.accumulated_grads_in_cpu.get(wrapper.get_param_id(self.params[fragment.param]))
+            if held is None:  # no gradient so far
+                return torch.zeros(length, dtype=wrapper.dtype)
+            # With 16-bit master weights only this rank's range is held.
+            held = held.view(-1)
+            return held[:length] if held.numel() == length else held[fragment.start : fragment.stop]
+        # Whole parameters, which are reduced only in the range that this rank owns.
+        held = wrapper.all_grad_tensors[fragment.shard][self.ordinal[fragment]]
+        return held.reshape(-1)[fragment.start : fragment.stop]
+
+    def settle(self) -> None:
+        # At ZeRO-1/2, DeepSpeed 0.19.8 copies gradients to pinned memory without blocking and waits in its own step.
+        self.wrapper._wait_for_offload_copies()
+
     def local_sum(self, i: int) -> Tensor | None:
         return self.wrapper.get_gradient_for_reduction(self.params[i])
 
@@ -296,6 +312,7 @@ class Chunked(Layout):
         wrapper = engine.optimizer
         self.row = [(k, j) for k, group in enumerate(wrapper.fp16_groups) for j in range(len(group))]
         self.position = [wrapper.grad_position[wrapper.get_param_id(p)] for group in wrapper.fp16_groups for p in group]
+        self._starts = [0, *accumulate(sum(p.partition_numel() for p in group) for group in wrapper.fp16_groups)]
         super().__init__(
             engine,
             [p for group in wrapper.fp16_groups for p in group],
@@ -323,6 +340,18 @@ class Chunked(Layout):
             return _offloaded_gradient(self.shard(fragment), fragment.offset, fragment.offset + length)
         k, j = self.row[fragment.param]
         return self.wrapper.averaged_gradients[k][j].view(-1)[:length]
+
+    def reduced_so_far(self, fragment: Fragment) -> Tensor:
+        # The chunks of all parameters lie end to end in one buffer, in the order of the sub-groups.
+        start = self._starts[fragment.shard] + fragment.offset
+        return self.wrapper.grad_partitions_flat_buffer[start : start + fragment.stop - fragment.start]
+
+    def settle(self) -> None:
+        # With an offloaded optimizer, DeepSpeed 0.19.8 copies gradients to the host without blocking.
+        if self.wrapper.offload_optimizer and torch.device(self.engine.device).type != "cpu":
+            from deepspeed.accelerator import get_accelerator  # importing DeepSpeed takes seconds
+
+            get_accelerator().synchronize()
 
 
 def _offloaded_gradient(shard: Tensor, start: int, stop: int) -> Tensor:

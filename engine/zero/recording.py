@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine import distributed
+
 # torch's operators by the names of torch.distributed.
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -21,13 +23,15 @@ _NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
     "gather_": "gather",
+    "alltoall_base_": "all_to_all",
     "barrier": "barrier",
 }
 
 
 class Recorded(NamedTuple):
     op: str
-    bytes: int  # of the whole payload: what is reduced or broadcast, or what a gather puts together
+    bytes: int  # of the whole payload: what is reduced or broadcast, what a gather puts together, or what this rank
+    # hands over in an all-to-all
     ranks: int
 
 
@@ -46,8 +50,8 @@ class CollectiveRecorder(TorchDispatchMode):
                 for a in args
                 if isinstance(a, torch.ScriptObject) and "ProcessGroup" in a._type().qualified_name()
             )
-            # Gathers and scatters name their outputs first, reductions and broadcasts their payload.
-            leaves = tree_leaves(args[1] if "scatter" in name else args[0])
+            # Gathers, scatters and all-to-alls name their outputs first, reductions and broadcasts their payload.
+            leaves = tree_leaves(args[1] if "scatter" in name or "alltoall" in name else args[0])
             size = sum(t.numel() * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
             self.calls.append(Recorded(_NAMES.get(name, name), 0 if name == "barrier" else size, ranks))
         return function(*args, **(kwargs or {}))
@@ -56,6 +60,13 @@ class CollectiveRecorder(TorchDispatchMode):
         """What was noted since the last call."""
         calls, self.calls = self.calls, []
         return calls
+
+
+def with_all_to_all_totals(calls: Sequence[Recorded]) -> list[Recorded]:
+    """With what all ranks together hand over in each all-to-all; call it on all ranks, which made the same ones."""
+    own = [call.bytes for call in calls if call.op == "all_to_all"]
+    totals = iter(distributed.sum_over_ranks(torch.tensor(own, dtype=torch.int64)).tolist() if own else [])
+    return [call._replace(bytes=next(totals)) if call.op == "all_to_all" else call for call in calls]
 
 
 def count_calls(calls: Sequence[Recorded]) -> Counter[tuple[str, int]]:

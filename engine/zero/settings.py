@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.errors import ConfigError, first_line
-from engine.zero.geometry import Sharding, reduced_once
+from engine.zero.geometry import Sharding
+from engine.zero.halves import Halves
 
 # Settings of zero_optimization with which DeepSpeed sends something else.
 _UNPLANNED = (
@@ -63,8 +64,9 @@ class CommunicationSettings:
         none of ZeRO's buckets."""
         return self.stage == 0 or (self.stage == 1 and self.fp32_accumulation)
 
-    def reduced_once(self, kind: str) -> bool:
-        return reduced_once(kind, keeps_local=self.keeps_local, world=self.world, accumulation=self.accumulation)
+    @property
+    def halves(self) -> Halves:
+        return Halves(self.world, self.accumulation, self.keeps_local)
 
     @property
     def sharding(self) -> Sharding:

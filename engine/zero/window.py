@@ -1,15 +1,16 @@
 """AGVM's window before the engine's step, and AGVM's state in the engine's checkpoints.
 
 `Attachment` wraps these methods of DeepSpeed's engine: `optimizer.step` (once per optimizer step, at every stage),
-`allreduce_gradients` (at the end of each backward, before anything is reduced), `clip_fp32_gradients` (only at stage 0
-in fp32, which clips before the step), `save_checkpoint` and `load_checkpoint`.
+`allreduce_gradients` (at the end of each backward; AGVM acts before and after it), `clip_fp32_gradients` (only at
+stage 0 in fp32, which clips before the step), `save_checkpoint` and `load_checkpoint`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.zero.capture import Capture
-from engine.zero.companion import Lane
-from engine.zero.geometry import Fragment
-from engine.zero.layout import layout_of, squared_norm, state_slice
+from engine.zero.layout import layout_of
 from engine.zero.patching import Wrapped
+from engine.zero.slices import Piece, Slice, Slices, gradient_square, slice_limit, whole_fragments
 from engine.zero.support import check_micro_batches, check_own_engine, note_version, refuse_unsupported
+
+logger = logging.getLogger(__name__)
 
 CLIENT_STATE_KEY = "agvm"  # of AGVM's state in DeepSpeed's client_state; `engine.checkpoints` uses it too
 
@@ -30,7 +32,8 @@ class Attachment:
     """Connects a DeepSpeed engine with a client optimizer (`AGVMOptimizer`).
 
     The client has a `modulator` (is_window, update, discard). `client.companion` says what to capture, `client.sums`
-    turns a slice of gradient, companion and state into three sums.
+    turns a slice of gradient, companion and state into three sums. In a window the extra memory is one partition and
+    two buckets at most.
     """
 
     def __init__(self, engine: Any, client: Any, *, bucket_size: int) -> None:
@@ -59,6 +62,7 @@ class Attachment:
             in_window=self._in_window,
         )
         self.modules = list(client.modulator.mu)
+        self._slices: tuple[Any, Slices] | None = None
         self.groups = [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in client.param_groups]
         self.wrapped = Wrapped()
         self.wrapped.put(engine.optimizer, "step", self._step)
@@ -79,7 +83,9 @@ class Attachment:
 
     def _allreduce_gradients(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         self.capture.end_micro_step()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        self.capture.after_reduction()
+        return result
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self._in_window():
@@ -91,68 +97,83 @@ class Attachment:
     def _measure(self, step: int) -> None:
         """Finish the reduction, sum over this rank's partition, all-reduce three numbers per module, update mu."""
         layout, capture, modulator = self.layout, self.capture, self.client.modulator
+        layout.settle()
         square = torch.zeros((), dtype=torch.float64, device=capture.device)
-        for fragment in layout.fragments if layout.needs_norm else ():
-            g = layout.gradient(fragment)
-            if g is not None:
-                square += squared_norm(g).to(capture.device)
-        fired, norm, reason = capture.finish(square)
-        if reason is not None:
-            modulator.discard(reason)
+        if layout.needs_norm:
+            square += gradient_square(self.slices)
+        captured = capture.finish(square)
+        if captured.reason is not None:
+            if self.layout.rank == 0:
+                logger.warning("AGVM could not use the window of step %d: %s", step, captured.reason)
+            modulator.discard(captured.reason)
         else:
-            if capture.plain is not None:
-                self._check(fired)
-            sums = self._sums(fired, norm)
-            modulator.update(step, {name: sums[k].tolist() for k, name in enumerate(self.modules)}, capture.R)
+            if capture.check is not None:
+                self._check(captured.fired, capture.check.partition)
+            sums = self._sums(captured.fired, captured.norm)
+            modulator.update(
+                step, {name: sums[k].tolist() for k, name in enumerate(self.modules)}, capture.halves.total
+            )
         capture.close()
 
+    @property
+    def slices(self) -> Slices:
+        """This rank's partition in flat slices; of one side each, where buckets take turns in what they hold."""
+        plan = self.capture.plan
+        if self._slices is None or self._slices[0] is not plan:
+            pieces = whole_fragments(self.layout)
+            if self.capture.kind == "signed" and len(self.capture.halves.senders) == 2:
+                fragments = self.layout.fragments
+                pieces = [
+                    Piece(fragments[k], start, stop, plan.homes[k] + start, side=b % 2)
+                    for b, bucket in enumerate(plan.buckets)
+                    for k, start, stop, _ in bucket.spans
+                ]
+            # Much smaller than the two buckets, which are free again by then.
+            limit = slice_limit(self.capture.device, self.capture.bucket_size // 16)
+            self._slices = plan, Slices(self.layout, pieces, limit)
+        return self._slices[1]
+
     def _sums(self, fired: list[bool], norm: float) -> Tensor:
+        capture, client = self.capture, self.client
         scale, companion_scale = self.layout.factors(norm)
-        if self.client.companion != "signed":
-            companion_scale = companion_scale**2
-        sums = torch.zeros(len(self.modules), 3, dtype=torch.float64, device=self.capture.device)
-        for fragment, low, high, g, d in self._slices(fired, self.capture.lane):
-            group = self.client.param_groups[self.layout.group[fragment.param]]
-            # On the device of g: with an offloaded optimizer, g and the state are on the CPU.
-            d = None if d is None else _scaled(d.to(g.device), companion_scale)
-            part = self.client.sums(group, self._state(fragment, low, high), _scaled(g, scale), d)
-            sums[self.modules.index(group["module"])] += part.to(sums.device)
-        if self.capture.norms is not None:
-            for i, square in enumerate(self.capture.norms.tolist()):
-                module = self.client.param_groups[self.layout.group[i]]["module"]
-                sums[self.modules.index(module), 1:] += square * companion_scale * self.capture.K / self.layout.world
-        return self.capture.all_reduce(sums).cpu()
+        sums = torch.zeros(len(self.modules), 3, dtype=torch.float64, device=capture.device)
+        for part in self.slices.with_gradient(client.state, fired):
+            group = client.param_groups[part.group]
+            g = _scaled(part.gradient(), scale)
+            own = client.sums(group, part.state(client.state), g, self._companion(part, g, companion_scale))
+            sums[self.modules.index(group["module"])] += own.to(sums.device)
+        if capture.norms is not None:
+            factor = companion_scale**2 * capture.K / self.layout.world
+            for i, square in enumerate(capture.norms.tolist()):
+                module = client.param_groups[self.layout.group[i]]["module"]
+                sums[self.modules.index(module), 1:] += square * factor
+        return capture.all_reduce(sums).cpu()
 
-    def _slices(self, fired: list[bool], lane: Lane | None) -> Iterator[tuple[Fragment, int, int, Tensor, Any]]:
-        """Small slices of this rank's fragments: g and the companion.
-
-        Parameters without gradient are left out: ZeRO-3 (and an offloaded ZeRO-1/2) still holds the previous step's.
-        """
-        # Much smaller than the two buckets, which are free again by now. Sums are fp32 in a slice and fp64 over slices.
-        largest = 1 << 16 if self.capture.device.type == "cpu" else 1 << 22
-        limit = max(1024, min(self.capture.bucket_size // 16, largest))
-        for k, start, stop, home in self.capture.plan.spans:
-            fragment = self.layout.fragments[k]
-            g = self.layout.gradient(fragment) if fired[fragment.param] else None
-            if g is not None:
-                for low in range(start, stop, limit):
-                    high = min(stop, low + limit)
-                    d = None if lane is None else lane.partition[home + low - start : home + high - start]
-                    yield fragment, low, high, g[low:high], d
-
-    def _state(self, fragment: Fragment, low: int, high: int) -> dict[str, Any]:
-        shard, begin = self.layout.shard(fragment), fragment.offset
-        return state_slice(self.client.state.get(shard, {}), shard, begin + low, begin + high)
-
-    def _check(self, fired: list[bool]) -> None:
-        """First window: the plain companion must equal DeepSpeed's own gradient, or the layout was read wrongly."""
+    def _companion(self, part: Slice, g: Tensor, scale: float) -> Tensor | None:
+        """The companion of a slice, in the units of g (of g^2, if squared) and on its device: with an offloaded
+        optimizer, g and the state are on the CPU."""
         capture = self.capture
+        if capture.share is not None:
+            of_share, of_gradient = capture.halves.coefficients(part.side)
+            return (g * of_gradient).add_(part.of(capture.share).to(g), alpha=of_share * scale)
+        if capture.squares is not None:
+            return _scaled(part.of(capture.squares.partition).to(g.device), scale**2)
+        return None
+
+    def _check(self, fired: list[bool], captured: Tensor) -> None:
+        """First window: what the hooks saw must equal DeepSpeed's own gradients, or the layout was read wrongly.
+
+        For two halves the hooks give the second one twice the weight: 2 g - s, so that a wrong share shows too.
+        """
+        capture, clipped = self.capture, self.layout.clipped_by
         sums = torch.zeros(len(self.client.param_groups), 2, dtype=torch.float64, device=capture.device)
-        for fragment, _, _, theirs, mine in self._slices(fired, capture.plain):
-            theirs = theirs.double()
-            error = theirs - mine.to(theirs.device).double() * self.layout.clipped_by
-            part = torch.stack([error.square().sum(), theirs.square().sum()])
-            sums[self.layout.group[fragment.param]] += part.to(sums.device)
+        for part in self.slices.with_gradient({}, fired):
+            theirs = part.gradient().double()
+            if capture.share is not None:
+                share = part.of(capture.share).to(theirs) * clipped
+                theirs = (theirs if part.side else 2 * theirs) - share
+            error = theirs - part.of(captured).to(theirs) * clipped
+            sums[part.group] += torch.stack([error.square().sum(), theirs.square().sum()]).to(sums.device)
         sums = capture.all_reduce(sums).cpu()
         if not torch.isfinite(sums).all():
             return  # an overflow: check again in the next window
@@ -165,7 +186,7 @@ class Attachment:
                     "shards in another way than engine/zero/layout.py reads them, or some ranks got no gradient for a "
                     "parameter; use deepspeed 0.19.x"
                 )
-        capture.checking, capture.plain = False, None
+        capture.checking = False
 
     def _save_checkpoint(
         self, original: Callable, save_dir: str, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
@@ -192,4 +213,5 @@ class Attachment:
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
+    """In fp32."""
     return x.float() if factor == 1.0 else x.float() * factor

@@ -25,7 +25,7 @@ def sums_of(u, D, estimator):
         n, S = float((D * g).square().sum()), float(sum((D * x).square().sum() for x in u) / R)
         return [n, S, S - n]
     n1, n2 = (R + 1) // 2, R // 2
-    d = sum((R / (2 * n1) if j % 2 == 0 else -R / (2 * n2)) * x for j, x in enumerate(u)) / R
+    d = sum((R / (2 * n1) if j < n1 else -R / (2 * n2)) * x for j, x in enumerate(u)) / R
     return [float((D * g) @ (D * g)), float((D * d) @ (D * d)), float((D * g) @ (D * d))]
 
 

@@ -21,7 +21,7 @@ def train(make, steps=5):
     return weights, optimizer
 
 
-@pytest.mark.parametrize("batch", [3, 1 << 22])
+@pytest.mark.parametrize("batch", [3, 1 << 22, None])
 @pytest.mark.parametrize(
     "ours, torchs, options",
     [
@@ -32,10 +32,13 @@ def train(make, steps=5):
     ],
 )
 def test_a_rule_is_torchs_in_batches_of_any_size(monkeypatch, batch, ours, torchs, options):
-    monkeypatch.setattr(engine.optim.agvm_adamw, "BATCH", batch)
-    monkeypatch.setattr(engine.optim.agvm_sgd, "BATCH", batch)
+    """Without batches (None) it is torch's fused one."""
+    for module in (engine.optim.agvm_adamw, engine.optim.agvm_sgd):
+        if batch is not None:
+            monkeypatch.setattr(module, "BATCH", batch)
+            monkeypatch.setattr(module, "can_fuse", lambda *tensors: False)
     mine, optimizer = train(lambda groups: ours(groups, **options))
-    theirs, reference = train(lambda groups: torchs(groups, **options))
+    theirs, reference = train(lambda groups: torchs(groups, fused=batch is None, **options))
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
     for a, b in zip(mine, theirs):
         assert set(optimizer.state.get(a, {})) == {k for k, v in reference.state.get(b, {}).items() if v is not None}

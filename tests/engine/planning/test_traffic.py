@@ -164,28 +164,45 @@ def test_zero_3_gathers_what_does_not_stay():
 @pytest.mark.parametrize(
     "stage, backend, expected",
     [
-        # Flat: the segments of each owner. Groups in pieces of 4, 2 and 2: 4 4 2 | 2 1 | 2 2 2 1, per owner 8 7 4 1.
-        (2, "nccl", {("reduce", 4 * n): 1 for n in (8, 7, 4, 1)}),
+        # The first two of four ranks send all 20 elements, reduced in two slices, which then go to their owners.
+        (2, "nccl", {("reduce_scatter", 4 * 20): 1, ("all_to_all", 4 * 20): 1}),
         # Chunks: N rows of 3 + 1 + 2 elements.
-        (3, "nccl", {("reduce_scatter", 4 * 24): 1}),
-        (3, "gloo", {("reduce", 4 * 6): 4}),
+        (3, "nccl", {("reduce_scatter", 4 * 24): 1, ("all_to_all", 4 * 24): 1}),
+        (3, "gloo", {("reduce", 4 * 12): 2, ("all_to_all", 4 * 24): 1}),
     ],
 )
-def test_a_window_by_hand(stage, backend, expected):
+def test_a_window_of_one_micro_step_by_hand(stage, backend, expected):
     plain, window = (calls(zero(stage), window=w, backend=backend) for w in (None, WindowSettings("signed")))
-    assert window - plain == Counter({**expected, ("all_reduce", 8 * 9): 1, ("all_reduce", 8 * 6): 1})
+    assert window - plain == Counter({**expected, ("all_reduce", 8 * 15): 1, ("all_reduce", 8 * 6): 1})
 
 
-def test_the_signed_sum_is_reduced_once_where_ranks_are_even_and_keep_it():
-    def second_gradients(world, stage):
-        settings = communication_settings(zero(stage), world, 3)
-        return sum(
-            c.calls * c.bytes
-            for c in step_traffic(ModelFacts(MODEL, window=WindowSettings("signed")), settings)
-            if c.purpose == "second gradient"
-        )
+def second_gradients(world, stage, K, kind="signed", size=BUCKET_SIZE):
+    settings = communication_settings(zero(stage), world, K)
+    traffic = step_traffic(ModelFacts(MODEL, window=WindowSettings(kind, size)), settings)
+    return [c for c in traffic if c.purpose == "second gradient"]
 
-    assert second_gradients(4, 1) == 80 and second_gradients(3, 1) == second_gradients(4, 2) == 240
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_halves_of_micro_steps_cost_no_bytes_where_deepspeed_reduces_each(world):
+    for K in (2, 4):
+        assert second_gradients(world, 2, K) == second_gradients(world, 3, K) == []
+    # A local sum is reduced once, whatever K is.
+    for K in (2, 3, 4):
+        assert sum(c.calls * c.bytes for c in second_gradients(world, 1, K)) == 80
+
+
+def test_an_odd_number_of_micro_steps_sends_the_middle_one_of_the_first_ranks():
+    assert [(c.op, c.bytes, c.members) for c in second_gradients(4, 2, 3)] == [
+        ("reduce_scatter", 80, range(2)),
+        ("all_to_all", 80, None),
+    ]
+
+
+def test_with_one_micro_step_every_rank_sends_half_of_the_model():
+    # Buckets of 4 elements; the first two ranks send every other one of them, the last two the rest.
+    sent = second_gradients(4, 2, 1, size=8)
+    assert {c.members: c.calls for c in sent if c.op == "reduce_scatter"} == {range(2): 3, range(2, 4): 2}
+    assert sum(c.calls * c.sent(4) for c in sent) == 80 * (1 / 4 + 3 / 16)  # of 60 where all ranks send
 
 
 def test_synced_norms_count_forward_and_backward():

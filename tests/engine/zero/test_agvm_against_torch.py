@@ -1,4 +1,4 @@
-"""With tau beyond the run, AGVMAdamW and AGVMSGD are torch.optim.AdamW and SGD under the same DeepSpeed config."""
+"""With tau beyond the run, AGVMAdamW and AGVMSGD are torch's fused AdamW and SGD under the same DeepSpeed config."""
 
 import torch
 from agvm_harness import Case, Tiny, build, close, full_weights, take_step
@@ -9,7 +9,7 @@ def compare(case):
     options = {k: v for k, v in case.options().items() if k in ("lr", "weight_decay", "momentum", "nesterov")}
     torch_rule = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.rule]
     histories = []
-    for make in (None, lambda groups: torch_rule(groups, **options)):
+    for make in (None, lambda groups: torch_rule(groups, fused=True, **options)):
         torch.manual_seed(1)
         engine, optimizer = build(case, Tiny(), make=make)
         history = []

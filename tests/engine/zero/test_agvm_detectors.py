@@ -71,7 +71,8 @@ def loss_of(model, j):
 def brute_force(model, modules, total, rule):
     halves = []
     for half in (0, 1):
-        members = range(half, total, 2)
+        middle = (total + 1) // 2
+        members = range(middle, total) if half else range(middle)
         model.zero_grad()
         (sum(loss_of(model, j) for j in members) / len(members)).backward()
         halves.append(
@@ -86,7 +87,7 @@ def brute_force(model, modules, total, rule):
                 for name, prefixes in modules.items()
             }
         )
-    n1, n2 = len(range(0, total, 2)), len(range(1, total, 2))
+    n1, n2 = (total + 1) // 2, total // 2
     phi = {}
     for name in modules:
         G1, G2 = (half[name] for half in halves)

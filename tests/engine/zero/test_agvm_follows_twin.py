@@ -42,9 +42,10 @@ MATRIX = {
 
 
 @pytest.mark.parametrize("world", MATRIX)
-def test_stages_world_sizes_and_accumulation_in_fp32(ranks, world, exhaustive):
-    steps = 30 if exhaustive else 9
-    check(ranks, world, MATRIX[world], phi=1e-6, mu=1e-6, weights=1e-6, steps=steps)
+def test_thirty_steps_of_every_stage_and_world_size_in_fp32(ranks, world, exhaustive):
+    if not exhaustive:
+        pytest.skip("with --exhaustive; test_agvm_every_window.py has nine steps")
+    check(ranks, world, MATRIX[world], phi=1e-6, mu=1e-6, weights=1e-6, steps=30)
 
 
 def test_clipping_at_every_stage(ranks):

@@ -33,22 +33,25 @@ def test_every_element_reaches_its_owner_and_no_bucket_is_too_large(sizes, world
     covered = [torch.zeros(n) for n in sizes]
     for rank, plan in enumerate(plans):
         assert [b.segments for b in plan.buckets] == [b.segments for b in plans[0].buckets]
+        fragments = kind(sizes, world, rank).fragments
         partition = torch.full((plan.numel,), torch.nan, dtype=torch.float64)
         for b, bucket in enumerate(plan.buckets):
-            assert bucket.numel <= max(bucket_size, world)
+            assert bucket.numel <= max(bucket_size // 2, world)
             reduced = torch.zeros(bucket.numel, dtype=torch.float64)
             for sender in range(world):
                 for i, blocks in plans[sender].buckets[b].blocks.items():
                     for block in blocks:
                         block.write(reduced).add_(block.read(gradients[sender][i]))
-            for owner, start, length in bucket.segments:
-                if owner == rank:
-                    partition[bucket.home : bucket.home + length] = reduced[start : start + length]
-        fragments = kind(sizes, world, rank).fragments
-        for k, start, stop, home in plan.spans:
-            f = fragments[k]
-            assert torch.allclose(
-                partition[home : home + stop - start], total[f.param][f.start + start : f.start + stop]
-            )
-            covered[f.param][f.start + start : f.start + stop] += 1
+            own = next((reduced[a : a + n] for owner, a, n in bucket.segments if owner == rank), reduced[:0])
+            for offset, home, length in bucket.runs:
+                partition[home : home + length] = own[offset : offset + length]
+            for k, start, stop, offset in bucket.spans:
+                f = fragments[k]
+                expected = total[f.param][f.start + start : f.start + stop]
+                assert torch.allclose(own[offset : offset + stop - start], expected)
+                covered[f.param][f.start + start : f.start + stop] += 1
+        # The partition is what this rank owns, fragment after fragment.
+        owned = [total[f.param][f.start : f.stop] for f in fragments]
+        assert torch.allclose(partition, torch.cat(owned) if owned else partition)
+        assert plan.homes == [sum(len(x) for x in owned[:k]) for k in range(len(owned))]
     assert all((c == 1).all() for c in covered)
