@@ -26,10 +26,15 @@ class SampleKey(NamedTuple):
 
 
 class GlobalBatches:
-    """`batches[step]` is the global batch of an optimizer step, counted from 0 over the whole run."""
+    """`batches[step]` is the global batch of an optimizer step, counted from 0 over the whole run.
 
-    def __init__(self, *, size: int, batch: int, seed: int, landscape: Sequence[bool] | None = None) -> None:
-        self.size, self.batch, self.seed = size, batch, seed
+    With `landscape` (a flag per image), micro-batches of `micro` images get images of like orientation.
+    """
+
+    def __init__(
+        self, *, size: int, batch: int, seed: int, micro: int = 1, landscape: Sequence[bool] | None = None
+    ) -> None:
+        self.size, self.batch, self.seed, self.micro = size, batch, seed, micro
         self.steps_per_epoch = math.ceil(size / batch)
         self._landscape = landscape
         self._epoch = -1
@@ -44,8 +49,10 @@ class GlobalBatches:
         keys = [SampleKey(epoch, p, int(self._permutation[p % self.size])) for p in positions]
         landscape = self._landscape
         if landscape is not None:
-            # A stable sort: micro-batches get images of like orientation, and the global batch stays the same.
-            keys.sort(key=lambda key: landscape[key.image])
+            keys.sort(key=lambda key: landscape[key.image])  # stable; the global batch stays the same
+            # Alternately to the first and the second half of the batch: AGVM compares them, so they must be alike.
+            groups = [keys[i : i + self.micro] for i in range(0, len(keys), self.micro)]
+            keys = [key for group in groups[0::2] + groups[1::2] for key in group]
         return keys
 
 

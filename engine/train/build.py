@@ -61,7 +61,9 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     with distributed.together():
         model = build_model(task, classes, load=lambda model: _load_weights(config, model))
         landscape = landscape_flags(train.dataset) if config.data.group_by_aspect else None
-        batches = GlobalBatches(size=len(train.dataset), batch=plan.total, seed=config.run.seed, landscape=landscape)
+        batches = GlobalBatches(
+            size=len(train.dataset), batch=plan.total, seed=config.run.seed, micro=plan.micro, landscape=landscape
+        )
         schedule = build_schedule(config.schedule, batches.steps_per_epoch)
         optimizer = build_optimizer(config.optimizer, model, warmup_steps=schedule.warmup_steps)
     precision, device = Precision.of(config.deepspeed), distributed.device()

@@ -1,4 +1,4 @@
-"""Every collective that this process starts, as it starts it: what the predictions are compared with."""
+"""What this process starts, as it starts it: every collective, and the number of kernels."""
 
 from __future__ import annotations
 
@@ -60,6 +60,18 @@ class CollectiveRecorder(TorchDispatchMode):
         """What was noted since the last call."""
         calls, self.calls = self.calls, []
         return calls
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts the operators that do work: on a GPU each launches a kernel or a few, on the CPU it shows how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view and function.namespace == "aten"
+        return function(*args, **(kwargs or {}))
 
 
 def with_all_to_all_totals(calls: Sequence[Recorded]) -> list[Recorded]:

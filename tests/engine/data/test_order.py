@@ -38,11 +38,11 @@ def test_ranks_and_accumulation_cut_one_and_the_same_global_batch(
 ):
     total = micro * accumulation * world
     landscape = data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) if grouped else None
-    whole = GlobalBatches(size=size, batch=total, seed=seed, landscape=landscape)
+    whole = GlobalBatches(size=size, batch=total, seed=seed, micro=micro, landscape=landscape)
     steps = whole.steps_per_epoch + 2  # into the next epoch
     shares = [
         RankMicroBatches(
-            GlobalBatches(size=size, batch=total, seed=seed, landscape=landscape),
+            GlobalBatches(size=size, batch=total, seed=seed, micro=micro, landscape=landscape),
             BatchPlan(total, micro, accumulation, world),
             rank=rank,
             start=0,
@@ -70,15 +70,18 @@ def test_a_start_in_the_middle_continues_the_same_sequence(size, micro, accumula
     assert list(share(start)) == list(islice(share(0), start * accumulation, None))
 
 
-@given(SIZES, BATCHES, SEEDS, st.data())
-def test_grouping_by_aspect_sorts_inside_a_global_batch_and_changes_nothing_else(size, batch, seed, data):
+@given(SIZES, FACTORS, st.integers(1, 12), SEEDS, st.data())
+def test_grouping_by_aspect_sorts_inside_a_global_batch_and_keeps_its_halves_alike(size, micro, count, seed, data):
     landscape = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    plain = GlobalBatches(size=size, batch=batch, seed=seed)
-    grouped = GlobalBatches(size=size, batch=batch, seed=seed, landscape=landscape)
+    plain = GlobalBatches(size=size, batch=micro * count, seed=seed)
+    grouped = GlobalBatches(size=size, batch=micro * count, seed=seed, micro=micro, landscape=landscape)
     for step in range(plain.steps_per_epoch):
-        assert sorted(grouped[step]) == sorted(plain[step])
-        orientations = [landscape[key.image] for key in grouped[step]]
-        assert orientations == sorted(orientations)
+        keys = grouped[step]
+        assert sorted(keys) == sorted(plain[step])
+        flags = [[landscape[key.image] for key in keys[j * micro : (j + 1) * micro]] for j in range(count)]
+        assert sum(len(set(own)) > 1 for own in flags) <= 1  # one micro-batch at most has both
+        first, second = flags[: (count + 1) // 2], flags[(count + 1) // 2 :]
+        assert abs(sum(map(all, first)) - sum(map(all, second))) <= 1
 
 
 @given(st.integers(30, 200), BATCHES, SEEDS, SEEDS)

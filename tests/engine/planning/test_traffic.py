@@ -205,6 +205,22 @@ def test_with_one_micro_step_every_rank_sends_half_of_the_model():
     assert sum(c.calls * c.sent(4) for c in sent) == 80 * (1 / 4 + 3 / 16)  # of 60 where all ranks send
 
 
+@pytest.mark.parametrize("world", [8, 64, 480, 768])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bucket_is_one_call_or_two_on_any_number_of_ranks(stage, world):
+    """Some 45 million elements in 200 parameters, as Faster R-CNN R50 has them."""
+    sizes = [(64, 2048, 36864, 589824)[i % 4] + 7 * i for i in range(200)]
+    model = [Parameter(f"p{i}", n, "backbone", i % 2) for i, n in enumerate(sizes)]
+    buckets = sum(sizes) / (BUCKET_SIZE // 2)
+    for kind, K in (("signed", 1), ("signed", 3), ("squared", 1)):
+        settings = communication_settings(zero(stage), world, K)
+        facts = ModelFacts(model, window=WindowSettings(kind))
+        traffic = [c for c in step_traffic(facts, settings) if c.purpose == "second gradient"]
+        for rank in (0, world - 1):
+            counted = step_calls(traffic, K, window=True, rank=rank)
+            assert 0 < counted.total() <= 2 * (buckets + 1.05), (kind, K, counted)
+
+
 def test_synced_norms_count_forward_and_backward():
     norms = [SyncedNorm(5, forward=2)]
     assert calls(zero(0), norms=norms) - calls(zero(0)) == Counter(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from agvm_harness import Case, PlainRun, Tiny, build, close, difference, full_weights, micro_batch, relative
+from torch.utils.checkpoint import checkpoint
 
 from engine.zero.complete_gradients import CompleteGradients
 from engine.zero.whole_parameters import keep_whole
@@ -132,3 +133,71 @@ def follow_a_first_gap(stages):
 def test_the_order_is_not_learnt_from_gradients_that_are_delivered_at_once(ranks):
     for worst, own in ranks.run(follow_a_first_gap, 2, (0, 1, 2, 3))[0]:
         assert own["windows"] == 4 and max(worst.values()) <= 1e-6, (worst, own)
+
+
+class Recomputed(Tiny):
+    """Two segments recomputed by reentrant checkpointing, which share the neck: its gradients come in two parts."""
+
+    def forward(self, x, y):
+        def body(x):
+            return torch.tanh(self.neck(self.backbone(torch.tanh(self.stem(x)).flatten(1))))
+
+        def heads(z):
+            z = torch.tanh(self.neck(z))
+            return self.head["score"](z), self.head["box"](z)
+
+        z = checkpoint(body, x.requires_grad_(), use_reentrant=True)
+        score, box = checkpoint(heads, z, use_reentrant=True)
+        return (score - y[:, :1]).square().mean() + (box - y[:, 1:]).square().mean()
+
+
+def follow_recomputed(cases):
+    answers = []
+    for case in cases:
+        torch.manual_seed(1)
+        model = Recomputed()
+        plain = PlainRun(case, copy.deepcopy(model)) if dist.get_rank() == 0 else None
+        engine, optimizer = build(case, model)
+        worst, discarded = 0.0, 0
+        for step in range(1, 7):
+            for k in range(case.accumulation):
+                engine.backward(engine(*micro_batch(step, k * dist.get_world_size() + dist.get_rank())))
+                engine.step()
+            discarded = optimizer.modulator.discarded
+            if plain is not None:
+                plain.step(step)
+                worst = max(worst, relative(optimizer.phi, plain.twin.phi), relative(optimizer.mu, plain.twin.mu))
+        answers.append((worst, optimizer.modulator.windows, discarded))
+        close(engine, optimizer)
+    return answers
+
+
+def test_reentrant_recomputation_in_parts(ranks):
+    # ZeRO-2 and 3 of DeepSpeed 0.19.8 refuse a gradient that comes in parts.
+    cases = [Case(stage, K, rule="sgd", no_decay=False) for stage in (0, 1) for K in (1, 2, 3)]
+    for case, (worst, windows, discarded) in zip(cases, ranks.run(follow_recomputed, 2, cases)[0]):
+        assert (windows, discarded) == (2, 0) and worst <= 1e-6, (case, worst)
+
+
+def deliver_twice(stages):
+    """A gradient that goes through the hooks twice in one micro-step, on one rank."""
+    answers = []
+    for stage in stages:
+        torch.manual_seed(1)
+        case = Case(stage, 2, rule="sgd")
+        engine, optimizer = build(case, Tiny())
+        capture = optimizer._attachment.capture
+        for step in range(1, 10):
+            for k in range(2):
+                engine.backward(engine(*micro_batch(step, k * 2 + dist.get_rank())))
+                engine.step()
+                if step == 6 and k == 0 and dist.get_rank() == 1:
+                    # The next micro-step begins with a stray gradient.
+                    capture._take(3, torch.zeros_like(capture.layout.params[3]))
+        answers.append((optimizer.agvm_state_dict()["windows"], optimizer.agvm_state_dict()["discarded"]))
+        close(engine, optimizer)
+    return answers
+
+
+def test_a_gradient_counted_twice_is_noticed_and_the_window_not_used(ranks):
+    assert ranks.run(deliver_twice, 2, (0, 1, 2))[0] == [(2, 1)] * 3
