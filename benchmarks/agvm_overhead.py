@@ -3,7 +3,8 @@
 One run on two gloo ranks, Faster R-CNN R50, fixed images. Every block has one step of each variant in random order. The
 extra time of a window is the difference to the plain step of the same block. CPU seconds are those of one rank; other
 load on the machine disturbs them less than the clock. Bytes are counted from the collectives, as what a rank sends on
-average in a ring (all-reduce: 2 (N-1)/N of the payload, others: (N-1)/N).
+average in a ring (all-reduce: 2 (N-1)/N of the payload, others: (N-1)/N). "one all-reduce" is an all-reduce of the
+whole model in fp32, in the same run, to compare with.
 
 The official scheme has its own model and an unsharded optimizer, without DeepSpeed, and reduces tensor by tensor. Its
 plain step ("tensorwise") is the full all-reduce. Its window is an all-reduce inside each half, a gather of the two
@@ -31,7 +32,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 BASELINE = {"halves": "plain", "replicas": "plain", "official": "tensorwise"}  # window: its own plain step
-VARIANTS = ("plain", "tensorwise", *BASELINE)
+VARIANTS = ("plain", "tensorwise", *BASELINE, "all-reduce")
 PAPER_SHARE = 0.0012  # AGVM's share of a step that the paper reports: 128 A100s, batch 1024
 # The paper's fastest run: 768 A100s, 2 images each, 16 epochs of 77 steps in 4.2 minutes.
 PAPER_STEP, PAPER_RANKS = 4.2 * 60 / (16 * 77), 768
@@ -40,8 +41,10 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.
 
 
 def sent_bytes(calls: list) -> float:
-    """The bytes that a rank sends in recorded collectives. A half of two ranks is one rank, which sends nothing."""
-    return sum((2 if c.op == "all_reduce" else 1) * c.bytes * (c.ranks - 1) / c.ranks for c in calls)
+    """The bytes that a rank sends in recorded collectives, on average. A half of two ranks is one rank, which sends
+    nothing. What all ranks hand over in an all-to-all is divided by their number."""
+    shares = {"all_reduce": 2.0, "all_to_all": 1 / dist.get_world_size()}
+    return sum(shares.get(c.op, 1.0) * c.bytes * (c.ranks - 1) / c.ranks for c in calls)
 
 
 def detector(depth: int = 50):
@@ -143,13 +146,16 @@ class Bench:
         self.engine, self.optimizer = build_engine(args, accumulation)
         self.official = Official(args)
         self.data = [pictures(args, k * 2 + dist.get_rank()) for k in range(accumulation)]
+        self.whole = torch.zeros(sum(p.numel() for p in self.official.model.parameters()))
 
     def step(self, variant: str) -> tuple[float, float]:
         """Seconds of one step, by the clock and of this process."""
         self._set_window(variant)
         dist.barrier()
         start = time.perf_counter(), time.process_time()
-        if variant in ("tensorwise", "official"):
+        if variant == "all-reduce":
+            dist.all_reduce(self.whole)
+        elif variant in ("tensorwise", "official"):
             self.official.step(self.data, dist.get_rank(), window=variant == "official")
         else:
             for images, samples in self.data:
@@ -161,17 +167,12 @@ class Bench:
         return time.perf_counter() - start[0], time.process_time() - start[1]
 
     def _set_window(self, variant: str) -> None:
-        from engine.zero.geometry import reduced_once
-
         modulator, capture = self.optimizer.modulator, self.optimizer._attachment.capture
         in_window = variant in ("halves", "replicas")
         modulator.is_window = lambda step: in_window
         if in_window:
             modulator.estimator = variant
-            capture.kind = self.optimizer.companion
-            capture.once = reduced_once(
-                capture.kind, keeps_local=capture.layout.keeps_local, world=2, accumulation=len(self.data)
-            )
+            capture.use(self.optimizer.companion)
 
     def close(self) -> None:
         self.optimizer.detach()
@@ -189,7 +190,7 @@ def start_rank(rank: int, store: str) -> None:
 
 def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
     start_rank(rank, store)
-    from engine.zero.recording import CollectiveRecorder
+    from engine.zero.recording import CollectiveRecorder, with_all_to_all_totals
 
     for accumulation in args.accumulation:
         bench = Bench(args, accumulation)
@@ -199,7 +200,7 @@ def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
         for variant in VARIANTS:
             with CollectiveRecorder() as recorder:
                 bench.step(variant)
-            sent[variant] = sent_bytes(recorder.calls)
+            sent[variant] = sent_bytes(with_all_to_all_totals(recorder.calls))
         order = random.Random(0)
         for _ in range(args.blocks):
             for variant in order.sample(VARIANTS, len(VARIANTS)):
@@ -234,7 +235,9 @@ def report(args: argparse.Namespace, accumulation: int, sent: dict, seconds: dic
             f"{sent[variant] / sent['plain']:12.2f} {share / 10:18.2%} {share / 5:9.2%}",
             flush=True,
         )
-    window = 4 * parameters * (PAPER_RANKS - 1) / PAPER_RANKS / (args.bandwidth * 1e9)
+    wall, cpu = (interval([pair[k] for pair in seconds["all-reduce"]]) for k in (0, 1))
+    print(f"one all-reduce of the model: {wall} s ({cpu} s of CPU), {sent['all-reduce'] / 1e6:.0f} MB", flush=True)
+    window = 2 * parameters / (args.bandwidth * 1e9)  # half of the model, in fp32
     print(
         f"the paper's step ({PAPER_STEP:.3f} s on {PAPER_RANKS} A100s), at {args.bandwidth:g} GB/s per GPU, nothing "
         f"hidden behind backward: a window of {1e3 * window:.1f} ms, {window / PAPER_STEP / 10:.2%} at tau 10, "

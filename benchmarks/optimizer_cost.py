@@ -99,7 +99,7 @@ class Contender:
 
 def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
     start_rank(rank, store)
-    from engine.zero.recording import CollectiveRecorder
+    from engine.zero.recording import CollectiveRecorder, with_all_to_all_totals
 
     data = [pictures(args, k * 2 + rank) for k in range(args.accumulation)]
     contenders = {name: Contender(name, args) for name in args.optimizers}
@@ -108,7 +108,7 @@ def benchmark(rank: int, store: str, args: argparse.Namespace) -> None:
         contender.step(data)  # warm up, with AGVM's self-check
         with CollectiveRecorder() as recorder:
             contender.step(data)
-        sent[name] = sent_bytes(recorder.calls)
+        sent[name] = sent_bytes(with_all_to_all_totals(recorder.calls))
     order = random.Random(0)
     for _ in range(args.blocks):
         for name in order.sample(list(contenders), len(contenders)):

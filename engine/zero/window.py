@@ -62,7 +62,7 @@ class Attachment:
             in_window=self._in_window,
         )
         self.modules = list(client.modulator.mu)
-        self._slices: tuple[Any, Slices] | None = None
+        self._slices: tuple[Any, str, Slices] | None = None
         self.groups = [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in client.param_groups]
         self.wrapped = Wrapped()
         self.wrapped.put(engine.optimizer, "step", self._step)
@@ -118,10 +118,10 @@ class Attachment:
     @property
     def slices(self) -> Slices:
         """This rank's partition in flat slices; of one side each, where buckets take turns in what they hold."""
-        plan = self.capture.plan
-        if self._slices is None or self._slices[0] is not plan:
+        plan, kind = self.capture.plan, self.capture.kind
+        if self._slices is None or self._slices[0] is not plan or self._slices[1] != kind:
             pieces = whole_fragments(self.layout)
-            if self.capture.kind == "signed" and len(self.capture.halves.senders) == 2:
+            if kind == "signed" and len(self.capture.halves.senders) == 2:
                 fragments = self.layout.fragments
                 pieces = [
                     Piece(fragments[k], start, stop, plan.homes[k] + start, side=b % 2)
@@ -129,9 +129,9 @@ class Attachment:
                     for k, start, stop, _ in bucket.spans
                 ]
             # Much smaller than the two buckets, which are free again by then.
-            limit = slice_limit(self.capture.device, self.capture.bucket_size // 16)
-            self._slices = plan, Slices(self.layout, pieces, limit)
-        return self._slices[1]
+            limit = slice_limit(self.capture.device, self.capture.bucket_size // 8)
+            self._slices = plan, kind, Slices(self.layout, pieces, limit)
+        return self._slices[2]
 
     def _sums(self, fired: list[bool], norm: float) -> Tensor:
         capture, client = self.capture, self.client

@@ -126,21 +126,23 @@ def test_offloading_moves_optimizer_state_to_the_host(stage):
     assert away.peak < here.peak
 
 
-def test_the_first_window_holds_a_partition_and_two_buckets_of_its_gradient_and_of_the_plain_one():
+def test_the_first_window_holds_a_partition_and_buckets_of_its_gradient_and_of_the_plain_one():
     memory = _memory(2, window=WindowSettings("signed", bucket_size=1000))
-    assert memory.parts["AGVM window"] == 2 * (4 * 3500 + 2 * 4 * 1000)
+    # Two buckets of half of `bucket_size`; twice that where a rank receives while it sends.
+    assert memory.parts["AGVM window"] == (4 * 3500 + 2 * 4 * 1000) + (4 * 3500 + 4 * 1000)
     assert memory.phases["backward"] == _memory(2).phases["backward"] + memory.parts["AGVM window"]
-    assert _memory(2, window=WindowSettings("norms", bucket_size=1000)).parts["AGVM window"] == 4 * 3500 + 2 * 4 * 1000
+    assert _memory(2, window=WindowSettings("norms", bucket_size=1000)).parts["AGVM window"] == 4 * 3500 + 4 * 1000
 
 
 @pytest.mark.parametrize(
     "stage, accumulation, world, kind, size",
     [
-        (2, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # reduced once, in the type it came in
-        (2, 2, 2, "signed", 2 * (4 * 3500 + 2 * 2 * 1000)),  # added up in fp32
-        (1, 2, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),  # the local sum is reduced once
-        (2, 1, 2, "squared", 4 * 3500 + 2 * 4 * 1000 + 2 * 3500 + 2 * 2 * 1000),
-        (0, 1, 2, "signed", 2 * (2 * 3500 + 2 * 2 * 1000)),
+        # Beside the check: a partition in fp32, and buckets in bf16.
+        (2, 1, 2, "signed", 16_000 + 2 * 3500 + 2 * 2 * 1000),
+        (2, 2, 2, "signed", 16_000 + 2 * 3500),  # a copy of DeepSpeed's own sums
+        (1, 2, 2, "signed", 16_000 + 2 * 3500 + 2 * 1000),  # the local sum is reduced once, and all ranks send
+        (2, 1, 2, "squared", 16_000 + 4 * 3500 + 4 * 1000),
+        (0, 1, 2, "signed", 16_000 + 2 * 3500 + 2 * 2 * 1000),
     ],
 )
 def test_a_window_in_half_precision(stage, accumulation, world, kind, size):
