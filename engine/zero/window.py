@@ -67,6 +67,8 @@ class Attachment:
         self.wrapped = Wrapped()
         self.wrapped.put(engine.optimizer, "step", self._step)
         self.wrapped.put(engine, "allreduce_gradients", self._allreduce_gradients)
+        if hasattr(engine, "coalesce_grad_reduction"):
+            self.wrapped.put(engine, "coalesce_grad_reduction", _refuse_coalescing)
         self.layout.watch_clipping(self.wrapped, self._in_window)
         self.wrapped.put(engine, "save_checkpoint", self._save_checkpoint)
         self.wrapped.put(engine, "load_checkpoint", self._load_checkpoint)
@@ -210,6 +212,13 @@ class Attachment:
         if client_state and CLIENT_STATE_KEY in client_state:
             self.client.load_agvm_state_dict(client_state[CLIENT_STATE_KEY])
         return path, client_state
+
+
+def _refuse_coalescing(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        "AGVM does not support engine.coalesce_grad_reduction(), which reduces several backward passes as one: call "
+        "engine.backward without it, or use another optimizer"
+    )
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:

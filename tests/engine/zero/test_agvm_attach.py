@@ -102,6 +102,7 @@ def wrong_attachments():
         lambda: optimizer.attach(engine),
         lambda: other.attach(engine),
         lambda: other.attach(other_engine, bucket_size=0),
+        lambda: engine.coalesce_grad_reduction(),
     ):
         with pytest.raises(ValueError) as error:
             wrong()
@@ -112,24 +113,24 @@ def wrong_attachments():
 
 
 def test_attach_once_and_to_its_own_engine(ranks):
-    twice, foreign, empty = ranks.run(wrong_attachments, 1)[0]
+    twice, foreign, empty, coalesced = ranks.run(wrong_attachments, 1)[0]
     assert (
         "attached already" in twice
         and "not the engine's" in foreign
         and "bucket_size must be a whole number >= 1" in empty
+        and "AGVM does not support engine.coalesce_grad_reduction()" in coalesced
     )
 
 
-def misread_layout(stage):
+def misread_layout(stage, name="gradient"):
     """One fragment read one element off, as another DeepSpeed version might lay it out."""
     torch.manual_seed(1)
     case = Case(stage, 2, rule="sgd")
     model = Tiny()
     engine, optimizer = build(case, model)
-    gradient = optimizer._attachment.layout.gradient
-    fragments = optimizer._attachment.layout.fragments
-    last = fragments[-1]
-    optimizer._attachment.layout.gradient = lambda f: gradient(f).roll(1) if f == last else gradient(f)
+    layout = optimizer._attachment.layout
+    right, last = getattr(layout, name), layout.fragments[-1]
+    setattr(layout, name, lambda f: right(f).roll(1) if f == last else right(f))
     try:
         for step in range(1, 4):
             take_step(engine, case, step)
@@ -141,14 +142,16 @@ def misread_layout(stage):
         close(engine, optimizer)
 
 
-def misread_layouts(stages):
-    return [misread_layout(stage) for stage in stages]
+def misread_layouts(cases):
+    return [misread_layout(*case) for case in cases]
 
 
 def test_the_first_window_notices_a_layout_read_wrongly(ranks):
     import deepspeed
 
-    for answers in zip(*ranks.run(misread_layouts, 2, (0, 1, 2, 3))):
+    # Also of the gradients so far, which give the first half's share.
+    cases = [(0,), (1,), (2,), (3,), (2, "reduced_so_far"), (3, "reduced_so_far")]
+    for answers in zip(*ranks.run(misread_layouts, 2, cases)):
         assert all(f"DeepSpeed {deepspeed.__version__}" in (answer or "") for answer in answers), answers
 
 
