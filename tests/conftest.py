@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import sys
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """All is imported now: let no garbage collection look at it, for mmengine collects with every data set."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
