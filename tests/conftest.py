@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    # Files that start whole processes take longest: first, so that no worker is left alone with one at the end.
+    items.sort(key=lambda item: "launch" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:

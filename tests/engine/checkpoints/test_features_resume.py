@@ -36,9 +36,7 @@ CASES = {
     "built partitioned, frozen at ZeRO-3": (2, settings("AdamW", 3, detector={"zero_init": True, "frozen": FROZEN})),
     "round robin and clipping": (
         2,
-        settings(
-            "AGVMSGD", 2, zero_optimization={"stage": 2, "round_robin_gradients": True}, gradient_clipping=0.1
-        ),
+        settings("AGVMSGD", 2, zero_optimization={"stage": 2, "round_robin_gradients": True}, gradient_clipping=0.1),
     ),
     "bf16 throughout": (
         2,
@@ -86,8 +84,8 @@ def compare_fp16(changes: dict) -> tuple:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_loss_scale_goes_on_where_it_was(ranks, stage):
-    # A first scale that overflows in step 2 (not at stage 0, where DeepSpeed checks nothing), and that rises again after
-    # two steps without overflow: the resumed run must know how many there were.
+    # It overflows in step 2 (not at stage 0, where DeepSpeed checks nothing) and rises after two steps that do not: the
+    # resumed run must know how many there were.
     fp16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}
     for outcome in ranks.run(compare_fp16, 2, settings("AdamW", stage, fp16=fp16)):
         assert_same_runs(outcome, STEPS)
