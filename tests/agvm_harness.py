@@ -26,7 +26,7 @@ RULES = {
     "agvm_lars": (AGVMLARS, ReferenceLARS, _LARS),
     "lamb": (LAMB, ReferenceLAMB, _LAMB),
     "agvm_lamb": (AGVMLAMB, ReferenceLAMB, _LAMB),
-    "pmdlamb": (PMDLAMB, ReferencePMDLAMB, {**_LAMB, "period": 3, "factor": 0.3}),
+    "pmdlamb": (PMDLAMB, ReferencePMDLAMB, {**_LAMB, "period": 4, "factor": 0.3}),
 }
 WITHOUT_AGVM = ("lars", "lamb", "pmdlamb")
 MODULES = {"backbone": ["stem", "backbone"], "neck": ["neck"], "head": ["head"]}

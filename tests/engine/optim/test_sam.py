@@ -80,7 +80,7 @@ def follow_all_sam(cases):
     return [follow_sam(case) for case in cases]
 
 
-def check(ranks, world, cases, tolerance, steps=6):
+def check(ranks, world, cases, tolerance, steps=10):
     cases = [replace(case, steps=steps) for case in cases]
     for case, found in zip(cases, ranks.run(follow_all_sam, world, cases, timeout=900)[0]):
         assert found <= tolerance, (world, case, found)

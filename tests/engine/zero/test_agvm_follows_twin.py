@@ -1,7 +1,7 @@
 """The sharded optimizers follow the plain twin: every stage, world size, accumulation, precision and option.
 
 Figures are relative differences after (weights) or at any of (phi, mu) the steps, with a window every third of
-6 steps (30 with --exhaustive for stages, world sizes and accumulation).
+9 steps (30 with --exhaustive for stages, world sizes and accumulation).
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from agvm_harness import Case, follow_all
 STAGES = (0, 1, 2, 3)
 
 
-def check(ranks, world, cases, *, phi, mu, weights, steps=6):
+def check(ranks, world, cases, *, phi, mu, weights, steps=9):
     cases = [replace(case, steps=steps) for case in cases]
     for case, *answers in zip(cases, *ranks.run(follow_all, world, cases, timeout=900)):
         first = answers[0]
@@ -43,7 +43,7 @@ MATRIX = {
 
 @pytest.mark.parametrize("world", MATRIX)
 def test_stages_world_sizes_and_accumulation_in_fp32(ranks, world, exhaustive):
-    steps = 30 if exhaustive else 6
+    steps = 30 if exhaustive else 9
     check(ranks, world, MATRIX[world], phi=1e-6, mu=1e-6, weights=1e-6, steps=steps)
 
 
@@ -81,7 +81,7 @@ def test_algorithm_one_to_the_letter_and_start_step(ranks):
         Case(2, 2, rule="sgd", agvm={"momentum": 0.9, "dampening": 0.9}),
         Case(0, 2, rule="sgd", agvm={"start_step": 4, "clip": (0.9, 1.1), "ratio_eps": 1e-3}),
     ]
-    check(ranks, 1, cases, phi=1e-6, mu=1e-6, weights=1e-6, steps=9)
+    check(ranks, 1, cases, phi=1e-6, mu=1e-6, weights=1e-6)
 
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}

@@ -1,7 +1,7 @@
 """LARS, LAMB and PMD-LAMB follow their plain twins and timm at every stage, though ZeRO cuts their layers apart.
 
 The sizes of the model are odd, so the borders of two and three partitions cut through layers. Figures are relative
-differences of all weights after 7 steps (30 with --exhaustive): PMD-LAMB's period of 3 ends twice in them.
+differences of all weights after 9 steps (30 with --exhaustive): PMD-LAMB's period of 4 ends twice in them.
 """
 
 import copy
@@ -30,7 +30,7 @@ STAGES = (0, 1, 2, 3)
 RULES = ("lars", "lamb", "pmdlamb")
 
 
-def check(ranks, world, cases, *, weights, steps=7):
+def check(ranks, world, cases, *, weights, steps=9):
     cases = [replace(case, steps=steps) for case in cases]
     for case, *answers in zip(cases, *ranks.run(follow_all, world, cases, timeout=900)):
         assert all(answer["own"] == answers[0]["own"] for answer in answers), "ranks disagree"
@@ -48,7 +48,7 @@ def test_stages_world_sizes_and_accumulation_in_fp32(ranks, exhaustive):
                 for r, rule in enumerate(RULES)
             ],
             weights=1e-6,
-            steps=30 if exhaustive else 7,
+            steps=30 if exhaustive else 9,
         )
 
 
@@ -103,9 +103,9 @@ def test_agvm_on_top(ranks):
         for s in STAGES
         for r, rule in enumerate(("agvm_lars", "agvm_lamb"))
     ]
-    for case, *answers in zip(cases, *ranks.run(follow_all, 2, [replace(c, steps=6) for c in cases], timeout=900)):
+    for case, *answers in zip(cases, *ranks.run(follow_all, 2, [replace(c, steps=9) for c in cases], timeout=900)):
         first = answers[0]
-        assert all(answer["own"] == first["own"] for answer in answers) and first["own"]["windows"] == 2
+        assert all(answer["own"] == first["own"] for answer in answers) and first["own"]["windows"] == 3
         assert max(first[key] for key in ("phi", "mu", "weights")) <= 1e-6, (case, first)
         assert any(abs(mu - 1) > 0.01 for mu in first["own"]["mu"].values())
 
@@ -180,7 +180,7 @@ def test_timms_lars_and_lamb(ranks, exhaustive):
     # Without weight decay the paper's form is timm's too.
     always = dict(lr=0.5, weight_decay=0.0, momentum=0.8, trust_coeff=0.02, always_adapt=True)
     cases.append((Case(3, 1, rule="lars", agvm={"adapt_1d": True, "weight_decay": 0.0}), "Lars", always))
-    cases = [(replace(case, steps=30 if exhaustive else 7), *rest) for case, *rest in cases]
+    cases = [(replace(case, steps=30 if exhaustive else 9), *rest) for case, *rest in cases]
     for world in (2, 3) if exhaustive else (3,):
         for case, apart in zip(cases, ranks.run(follow_timm_all, world, cases, timeout=900)[0]):
             assert apart <= 1e-6, (world, case, apart)
