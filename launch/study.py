@@ -21,11 +21,6 @@ from launch.command import parser, run_command
 
 
 def main() -> None:
-    options = study_arguments().parse_args()
-    run_command(lambda: run(options))
-
-
-def study_arguments() -> argparse.ArgumentParser:
     arguments = parser(__doc__)
     arguments.add_argument(
         "--study", default="shapes", metavar="FILE", help="a study's JSON, or a shipped one's name (default: shapes)"
@@ -40,10 +35,11 @@ def study_arguments() -> argparse.ArgumentParser:
         "--at-once", type=int, metavar="N", help="number of parallel runs (default: one per core, at most 8)"
     )
     arguments.add_argument("--report", action="store_true", help="only write the report of the finished runs")
-    return arguments
+    options = arguments.parse_args()
+    run_command(lambda: _study(options))
 
 
-def run(options: argparse.Namespace) -> None:
+def _study(options: argparse.Namespace) -> None:
     # Here, because --help must not wait for torch.
     from engine.study.grid import check_runs, keep_settings, load_study
     from engine.study.report import write_report

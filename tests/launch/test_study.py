@@ -3,17 +3,14 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import forking
 import psutil
 import pytest
-
-from launch import study
+from forking import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +40,7 @@ STUDY = {
 }
 
 
-def command(tmp_path, **changes):
+def options(tmp_path, **changes):
     path = tmp_path / "study.json"
     path.write_text(json.dumps({**STUDY, **changes}))
     return ["--study", str(path), "--out", str(tmp_path / "out")]
@@ -51,7 +48,7 @@ def command(tmp_path, **changes):
 
 def begin(tmp_path, *arguments, **changes):
     return subprocess.Popen(
-        [sys.executable, "launch/study.py", *command(tmp_path, **changes), *arguments],
+        [sys.executable, "launch/study.py", *options(tmp_path, **changes), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "STUDY_OF": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -70,27 +67,16 @@ def family(tmp_path):
     return found
 
 
-def here(tmp_path, *arguments):
-    """The study in this process: its runs are forked from what the tests have imported."""
-    forking.context()
-    threads, handler = os.environ["OMP_NUM_THREADS"], signal.getsignal(signal.SIGTERM)
-    try:
-        study.run(study.study_arguments().parse_args([*command(tmp_path), *arguments]))
-    finally:
-        os.environ["OMP_NUM_THREADS"] = threads
-        signal.signal(signal.SIGTERM, handler)
-
-
 def launch(tmp_path, *arguments):
     process = begin(tmp_path, *arguments)
     out, err = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path, capsys):
-    here(tmp_path, "--methods", "AGVM+SGD")
-    first = capsys.readouterr().out
-    assert "[4/4]" in first and "ETA" in first
+def test_a_study_goes_on_where_it_was_and_reports_divergence(tmp_path):
+    first = launch(tmp_path, "--methods", "AGVM+SGD")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "[4/4]" in first.stdout and "ETA" in first.stdout
     whole = launch(tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "4 are done" in whole.stdout and "start " not in whole.stdout and whole.stdout.count("AGVM+SGD batch") == 0
@@ -132,6 +118,6 @@ def test_a_study_that_is_stopped_takes_its_runs_along(tmp_path, when):
 
 
 def test_a_slip_is_one_sentence(tmp_path):
-    wrong = forking.Script(ROOT / "launch" / "study.py", *command(tmp_path), "--methods", "AGVM", folder=tmp_path)
+    wrong = Script(ROOT / "launch" / "study.py", *options(tmp_path), "--methods", "AGVM", folder=tmp_path)
     assert wrong.wait() == 2 and wrong.stderr.strip().count("\n") == 0
     assert 'method "AGVM" is none of AGVM+SGD, wild, wilder' in wrong.stderr
