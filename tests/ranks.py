@@ -86,11 +86,11 @@ def _serve(rank: int, tasks: mp.Queue, results: mp.Queue) -> None:
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), name)(*args)
             results.put((rank, True, value))
-            if (
-                not gc.get_freeze_count()
-            ):  # all is imported now: mmengine collects garbage at every turn, over all of it
-                gc.collect()
-                gc.freeze()
+            # What DeepSpeed leaves behind stays: let no later collection look at it again, for mmengine and DeepSpeed
+            # collect at every turn.
+            del value
+            gc.collect()
+            gc.freeze()
         except BaseException:  # reported to the test, which fails with it
             results.put((rank, False, traceback.format_exc()))
 

@@ -1,13 +1,12 @@
 """A dry run: what it prints, its verdict, its exit code, and that it leaves nothing behind."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forking import Script
 from tiny_run import merged
 
 from engine.errors import UserError
@@ -200,15 +199,9 @@ def test_the_verdict_names_the_first_thing_that_would_fail(tmp_path, monkeypatch
     assert [entry.name for entry in (tmp_path / "used").iterdir()] == ["metrics.jsonl"]
 
 
-def run(arguments, folder):
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(TRAIN), *arguments], cwd=folder, env=env, capture_output=True, text=True)
-
-
 def test_in_a_process_of_its_own_it_ends_with_the_verdict_and_writes_the_layout(tmp_path):
-    done = run(options(tmp_path, "an odd number of ranks", "--layout", "shards.json"), tmp_path)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    done = Script(TRAIN, *options(tmp_path, "an odd number of ranks", "--layout", "shards.json"), folder=tmp_path)
+    assert done.wait() == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1] == "verdict it would run on 3 ranks"
     written = json.loads((tmp_path / "shards.json").read_text())
     assert (written["stage"], written["world"]) == (2, 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forking import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,11 +40,15 @@ STUDY = {
 }
 
 
-def begin(tmp_path, *arguments, **changes):
+def options(tmp_path, **changes):
     path = tmp_path / "study.json"
     path.write_text(json.dumps({**STUDY, **changes}))
+    return ["--study", str(path), "--out", str(tmp_path / "out")]
+
+
+def begin(tmp_path, *arguments, **changes):
     return subprocess.Popen(
-        [sys.executable, "launch/study.py", "--study", str(path), "--out", str(tmp_path / "out"), *arguments],
+        [sys.executable, "launch/study.py", *options(tmp_path, **changes), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "STUDY_OF": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -113,6 +118,6 @@ def test_a_study_that_is_stopped_takes_its_runs_along(tmp_path, when):
 
 
 def test_a_slip_is_one_sentence(tmp_path):
-    wrong = launch(tmp_path, "--methods", "AGVM")
-    assert wrong.returncode == 2 and wrong.stderr.strip().count("\n") == 0
+    wrong = Script(ROOT / "launch" / "study.py", *options(tmp_path), "--methods", "AGVM", folder=tmp_path)
+    assert wrong.wait() == 2 and wrong.stderr.strip().count("\n") == 0
     assert 'method "AGVM" is none of AGVM+SGD, wild, wilder' in wrong.stderr

@@ -720,24 +720,46 @@ def test_the_environment_report_still_works():
     assert collect_env()["MMCV Compiler"] == "n/a"
 
 
-def run_python(code, *path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+# torch and timm are imported once; what is said on each further line is run in a process forked from there.
+FORKED = """
+import os, sys, timm, torch
+for line in sys.stdin:
+    folder, code = line.rstrip("\\n").split("|")
+    if os.fork() == 0:
+        sys.path[:0] = [folder] if folder else []
+        exec(code)
+        print(flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+def run_python(*lines):
+    """What each code prints in a process that has not imported `models` yet, with a folder first on its path."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        input="".join(f"{folder}|{code}\n" for folder, code in lines),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return [line.strip() for line in done.stdout.splitlines()]
 
 
 def test_importing_models_loads_no_mmcv_and_leaves_a_compiled_one_alone(tmp_path):
-    loaded = "import sys, models; print(*({'mmcv', 'mmdet', 'mmengine', 'mmcv._ext'} & sys.modules.keys()))"
-    assert run_python(loaded) == ["mmcv._ext"]
-    (tmp_path / "mmcv").mkdir()
-    (tmp_path / "mmcv/__init__.py").touch()
-    assert run_python("import mmcv, models; from mmcv import _ext; print(_ext.__class__.__name__)", tmp_path) == [
-        "_Kernels"
-    ]
-    (tmp_path / "mmcv/_ext.py").write_text("nms = 'compiled'")
-    assert run_python(loaded, tmp_path) == []
-    assert run_python("import models, mmcv._ext; print(mmcv._ext.nms)", tmp_path) == ["compiled"]
+    loaded = "import models; print(*({'mmcv', 'mmdet', 'mmengine', 'mmcv._ext'} & sys.modules.keys()), end='')"
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    for folder in (plain, compiled):
+        (folder / "mmcv").mkdir(parents=True)
+        (folder / "mmcv/__init__.py").touch()
+    (compiled / "mmcv/_ext.py").write_text("nms = 'compiled'")
+    assert run_python(
+        ("", loaded),
+        (plain, "import mmcv, models; from mmcv import _ext; print(_ext.__class__.__name__, end='')"),
+        (compiled, loaded),
+        (compiled, "import models, mmcv._ext; print(mmcv._ext.nms, end='')"),
+    ) == ["mmcv._ext", "_Kernels", "", "compiled"]
 
 
 def test_kernels_too_late_for_mmdet_are_refused(monkeypatch):

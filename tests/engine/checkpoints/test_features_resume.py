@@ -5,35 +5,38 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from resumed_run import BATCH_NORM, results, same, settings, straight_and_broken
+from resumed_run import BATCH_NORM, STEPS, assert_same_runs, compared, results, same, settings, straight_and_resumed
 from tiny_run import merged, saved_weights, train_tiny
 
-FROZEN = {"detector": {"frozen": ["backbone.conv1", "backbone.layer1", "neck.lateral_convs"]}}
+FROZEN = ["backbone.conv1", "backbone.layer1", "neck.lateral_convs"]
+BF16 = {"bf16": {"enabled": True}}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+# Features that have nothing to do with each other share a run. LARS, LAMB and AGVM: test_resume_exactly.py.
 CASES = {
-    "statistics of each rank": (2, settings("SGD", 2, **BATCH_NORM)),
-    "statistics at ZeRO-3": (2, settings("SGD", 3, **BATCH_NORM)),
-    "bf16 at stage 0": (2, settings("AdamW", 0, bf16={"enabled": True})),
-    "bf16 at stage 1": (2, settings("AGVMAdamW", 1, bf16={"enabled": True})),
-    "bf16 with fp32 accumulation": (
+    "statistics of each rank, no momentum": (2, settings("SGD", 2, **BATCH_NORM, optimizer={"params": {"lr": 0.01}})),
+    "statistics at ZeRO-3, momentum": (2, settings("SGD", 3, **BATCH_NORM)),
+    "bf16 at stage 0": (2, settings("AdamW", 0, **BF16)),
+    "bf16 at stage 1": (2, settings("AGVMAdamW", 1, **BF16)),
+    "bf16 with fp32 accumulation": (2, settings("AdamW", 1, **BF16, data_types={"grad_accum_dtype": "fp32"})),
+    "bf16 at stage 3": (2, settings("AGVMSGD", 3, **BF16)),
+    "frozen and offloaded": (
         2,
-        settings("AdamW", 1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
+        settings("AdamW", 2, detector={"frozen": FROZEN}, zero_optimization={"stage": 2, **OFFLOADED}),
     ),
-    "bf16 at stage 3": (2, settings("AGVMSGD", 3, bf16={"enabled": True})),
-    "frozen at ZeRO-2": (2, settings("AdamW", 2, **FROZEN)),
-    "frozen at ZeRO-3": (2, settings("AdamW", 3, **FROZEN)),
-    "built partitioned": (2, settings("AdamW", 3, detector={"zero_init": True})),
-    "round robin": (2, settings("SGD", 2, zero_optimization={"stage": 2, "round_robin_gradients": True})),
-    "offloaded": (2, settings("AdamW", 2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})),
     "offloaded at ZeRO-3": (
         2,
-        settings(
-            "AdamW", 3, zero_optimization={"stage": 3, "sub_group_size": 5000, "offload_optimizer": {"device": "cpu"}}
-        ),
+        settings("AdamW", 3, zero_optimization={"stage": 3, "sub_group_size": 5000, **OFFLOADED}),
+    ),
+    "built partitioned, frozen at ZeRO-3": (2, settings("AdamW", 3, detector={"zero_init": True, "frozen": FROZEN})),
+    "round robin and clipping": (
+        2,
+        settings("AGVMSGD", 2, zero_optimization={"stage": 2, "round_robin_gradients": True}, gradient_clipping=0.1),
     ),
     "bf16 throughout": (
         2,
@@ -50,31 +53,21 @@ CASES = {
             run={"eval_interval": 0.67, "draw": 0},
         ),
     ),
-    "clipping": (2, settings("AGVMAdamW", 2, gradient_clipping=0.1)),
     "one rank": (1, settings("AGVMSGD", 1)),
-    "no momentum": (2, settings("SGD", 2, optimizer={"params": {"lr": 0.01}})),
     "four ranks": (4, settings("AGVMAdamW", 3)),
     "SAM": (2, settings("AGVMSGD", 2, optimizer={"sam": {"rho": 0.05}})),
 }
 
 
-def compare(changes: dict, stop: int = 2) -> tuple:
-    straight, broken = straight_and_broken(changes, [stop])
-    return (
-        results(straight),
-        results(broken),
-        straight["weights"],
-        broken["weights"],
-        straight["folder"],
-        broken["folder"],
-    )
+def compare(changes: dict, steps: int = 4) -> dict:
+    return compared(*straight_and_resumed(changes, steps))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_interrupted_is_uninterrupted(ranks, case):
     world, changes = CASES[case]
-    for ours, theirs, first, second, *_ in ranks.run(compare, world, changes):
-        assert ours == theirs and same(first, second)
+    for outcome in ranks.run(compare, world, changes):
+        assert_same_runs(outcome, 4)
 
 
 def compare_fp16(changes: dict) -> tuple:
@@ -84,18 +77,20 @@ def compare_fp16(changes: dict) -> tuple:
     accelerator = type(get_accelerator())
     supported, accelerator.is_fp16_supported = accelerator.is_fp16_supported, lambda self: True
     try:
-        return compare(changes)
+        return compare(changes, STEPS)
     finally:
         accelerator.is_fp16_supported = supported
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_loss_scale_goes_on_where_it_was(ranks, stage):
-    # A first scale that overflows, and one that rises every second step.
-    fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
-    for ours, theirs, first, second, *_ in ranks.run(compare_fp16, 2, settings("AdamW", stage, fp16=fp16)):
-        assert ours == theirs and same(first, second)
-        assert len({record["loss_scale"] for record in ours}) > 1
+    # It overflows in step 2 (not at stage 0, where DeepSpeed checks nothing) and rises after two steps that do not: the
+    # resumed run must know how many there were.
+    fp16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1}
+    for outcome in ranks.run(compare_fp16, 2, settings("AdamW", stage, fp16=fp16)):
+        assert_same_runs(outcome, STEPS)
+        scales = [math.log2(record["loss_scale"]) for record in outcome["records"][1]]
+        assert scales == ([16, 15, 15, 15, 16, 16] if stage else [16, 16, 17, 17, 18, 18])
 
 
 def half_later(changes: dict) -> dict:
@@ -117,15 +112,22 @@ def test_a_run_that_turns_to_fp16_begins_with_the_loss_scale_of_its_config(ranks
     assert [record.get("loss_scale") for record in outcome["records"]] == [None, None, *[256.0] * 4]
 
 
-def compare_shared(changes: dict) -> tuple:
-    """The first convolutions of both branches of the head are one parameter."""
+SHARED = {  # the second name of each is the first parameter too
+    "bbox_head.reg_convs.0.conv.weight": "bbox_head.cls_convs.0.conv.weight",
+    "neck.fpn_convs.1.conv.weight": "neck.fpn_convs.0.conv.weight",
+}
+
+
+def compare_shared(changes: dict) -> dict:
+    """Two pairs of convolutions are one parameter each."""
     from engine.tasks.detection import Detection
 
     build = Detection.build_model
 
     def tied(self, classes):
         model = build(self, classes)
-        model.bbox_head.reg_convs[0].conv.weight = model.bbox_head.cls_convs[0].conv.weight
+        for second, first in SHARED.items():
+            model.get_submodule(second.removesuffix(".weight")).weight = model.get_parameter(first)
         return model
 
     Detection.build_model = tied
@@ -136,32 +138,21 @@ def compare_shared(changes: dict) -> tuple:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_shared_parameters_stay_shared_and_are_saved_under_all_names(ranks, stage, tmp_path):
-    from engine.inference.export import export_weights
-
-    ours, theirs, first, second, _, folder = ranks.run(compare_shared, 2, settings("SGD", stage))[0]
-    assert ours == theirs and same(first, second)
-    names = ("bbox_head.cls_convs.0.conv.weight", "bbox_head.reg_convs.0.conv.weight")
-    for file in ("shared.pth", "shared.safetensors"):
-        export_weights(folder, tmp_path / file)
-        tensors = saved_weights(tmp_path / file)[0]
-        assert same({name: tensors[name].float() for name in first}, first) and tensors[names[0]].equal(
-            tensors[names[1]]
-        )
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_shared_parameters_that_are_frozen_are_exported_too(ranks, stage, tmp_path):
+def test_shared_parameters_trained_and_frozen_stay_shared_and_are_exported_under_all_names(ranks, stage, tmp_path):
+    """Those of the head are trained, those of the neck are frozen."""
     from engine.inference.export import export_universal, export_weights
 
-    frozen = settings("SGD", stage, detector={"frozen": ["bbox_head.cls_convs", "bbox_head.reg_convs"]})
-    ours, theirs, first, second, _, folder = ranks.run(compare_shared, 2, frozen)[0]
-    assert ours == theirs and same(first, second)
-    export_weights(folder, tmp_path / "shared.pth")
+    outcome = ranks.run(compare_shared, 2, settings("SGD", stage, detector={"frozen": ["neck.fpn_convs"]}))[0]
+    assert_same_runs(outcome, 4)
+    weights, _ = outcome["weights"]
+    for file in ("shared.pth", "shared.safetensors"):
+        export_weights(outcome["folder"], tmp_path / file)
     with contextlib.redirect_stdout(None):
-        export_universal(folder, tmp_path / "universal")
-    for path in (tmp_path / "shared.pth", tmp_path / "universal"):
-        assert same({name: value.float() for name, value in saved_weights(path)[0].items()}, first)
+        export_universal(outcome["folder"], tmp_path / "universal")
+    for name in ("shared.pth", "shared.safetensors", "universal"):
+        tensors = {name: value.float() for name, value in saved_weights(tmp_path / name)[0].items()}
+        assert same(tensors, weights)
+        assert all(tensors[second].equal(tensors[first]) for second, first in SHARED.items())
 
 
 def interrupted_in_evaluation(changes: dict) -> tuple:

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from resumed_run import settings
+from resumed_run import go_on, settings
 from tiny_run import distance, merged, train_tiny
 
 from engine.checkpoints.finding import find_checkpoint
 
-STOP, STEPS = 4, 8
+STOP, STEPS = 4, 6
 # (ranks, stage) that save, (ranks, stage) that go on
 MOVES = [
     ((2, 2), (1, 2)),
@@ -40,14 +40,9 @@ def longer(optimizer: str, stage: int) -> dict:
 
 
 def whole_and_part(changes: dict) -> tuple[dict, str]:
-    return train_tiny(changes), train_tiny(changes, stop_after=STOP)["folder"]
-
-
-def go_on(changes: dict, folder: str) -> dict:
-    from engine import distributed
-
-    work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
-    return train_tiny(changes, work_dir=work_dir, resume=folder)
+    """An undisturbed run, and its checkpoint of step STOP, which lies within an epoch of three steps."""
+    straight = train_tiny(merged({"run": {"checkpoint_interval": STOP / 3}}, changes))
+    return straight, f"{straight['folder']}/checkpoints/step-{STOP:06d}"
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +101,18 @@ def test_rules_of_layers_go_on_elsewhere(ranks, saved, optimizer, saver, heir):
     assert moved["mu"] == pytest.approx(straight["mu"], rel=1e-4)
 
 
-def test_another_micro_batch_goes_on_with_the_same_global_batches(ranks, saved):
-    straight, folder = saved("SGD", 2, 2)
-    moved = ranks.run(go_on, 2, merged({"train_micro_batch_size_per_gpu": 2}, longer("SGD", 2)), folder)[0]
+def test_another_micro_batch_goes_on_with_the_same_global_batches_and_leaves_the_first_folder_alone(ranks, saved):
+    straight, checkpoint = saved("SGD", 2, 2)
+    moved = ranks.run(go_on, 2, merged({"train_micro_batch_size_per_gpu": 2}, longer("SGD", 2)), checkpoint)[0]
     assert "train_micro_batch_size_per_gpu: 1 -> 2" in moved["printed"]
     # A detector's loss is a mean over the objects of a micro-batch, so the run is a like one, not the same.
     assert 1e-6 < distance(straight["weights"], moved["weights"]) < 0.05
     for ours, theirs in zip(moved["records"], straight["records"]):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.3) and ours["lr"] == theirs["lr"]
+    folder = Path(straight["folder"])
+    assert sorted(path.name for path in folder.rglob("*")) == straight["files"]
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{STEPS:06d}"
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == list(range(1, STEPS + 1))
 
 
 def moments(folder: str) -> tuple[dict, dict, dict]:
@@ -171,8 +170,3 @@ def test_agvm_keeps_its_micro_batch(ranks, saved):
     _, folder = saved("AGVMSGD", 2, 2)
     with pytest.raises(AssertionError, match="train_micro_batch_size_per_gpu: 1 -> 2"):
         ranks.run(go_on, 2, merged({"train_micro_batch_size_per_gpu": 2}, longer("AGVMSGD", 2)), folder)
-
-
-def test_the_folder_it_came_from_is_left_as_it_was(saved):
-    _, folder = saved("SGD", 2, 2)
-    assert (Path(folder) / "checkpoints" / "latest").read_text() == f"step-{STOP:06d}"

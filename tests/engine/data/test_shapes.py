@@ -1,7 +1,6 @@
 """The shapes data set: readable by the real readers, consistent between its three layouts, and written safely."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import cv2
+import forking
 import numpy as np
 import pytest
 from PIL import Image
@@ -256,7 +256,7 @@ def write_at_once(root, gate, answers):
 
 
 def test_two_processes_that_race_both_get_the_one_data_set(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = forking.context()
     gate, answers = context.Barrier(2), context.Queue()
     processes = [context.Process(target=write_at_once, args=(str(tmp_path), gate, answers)) for _ in range(2)]
     for process in processes:

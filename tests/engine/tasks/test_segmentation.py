@@ -36,6 +36,11 @@ THIN_ROI = {
     "roi_head.mask_roi_extractor.out_channels": 16,
     "roi_head.mask_head.in_channels": 16,
     "roi_head.mask_head.conv_out_channels": 16,
+    "roi_head.mask_head.num_convs": 1,
+    "train_cfg.rpn_proposal.nms_pre": 100,
+    "train_cfg.rpn_proposal.max_per_img": 50,
+    "test_cfg.rpn.nms_pre": 100,
+    "test_cfg.rpn.max_per_img": 20,
 }
 # Untrained, a detector is sure of nothing: every object counts, and stuff of any size.
 UNSURE = {"test_cfg.rcnn.score_thr": 0.0, "test_cfg.rcnn.max_per_img": 8, "test_cfg.panoptic.stuff_area_limit": 1}
@@ -58,8 +63,8 @@ def changes(task, **more):
     return merged(more, base)
 
 
-def trained(task, draw=3):
-    result = train_tiny(changes(task, run={"draw": draw}), curves=True)
+def trained(task):
+    result = train_tiny(changes(task), curves=True)
     return result["metrics"], result["folder"], [record["loss"] for record in result["records"]]
 
 
@@ -215,7 +220,7 @@ def gathered_bytes(task):
 
         report.gather_predictions = weigh
         try:
-            trained(task, draw)
+            train_tiny(changes(task, schedule={"steps": 1}, run={"draw": draw, "checkpoint_interval": 0}))
         finally:
             report.gather_predictions = gather
     return sizes

@@ -10,16 +10,45 @@ R18 = {
     "backbone.norm_eval": False,
     "neck.in_channels": [8, 16, 32, 64],
 }
-SMALL_RCNN = {
+ONE_STAGE = {  # 64 channels, for ATSS has group norms of 32 groups, and its last map has one pixel
     **R18,
+    "neck.out_channels": 64,
+    "bbox_head.in_channels": 64,
+    "bbox_head.feat_channels": 64,
+    "bbox_head.stacked_convs": 1,
+}
+
+
+def thin(head):
+    return {f"{head}.in_channels": 32, f"{head}.fc_out_channels": 32}
+
+
+def thin_masks(head):
+    return {f"{head}.in_channels": 32, f"{head}.conv_out_channels": 32, f"{head}.num_convs": 1}
+
+
+SMALL_RPN = {
+    **R18,
+    "neck.out_channels": 32,
+    "rpn_head.in_channels": 32,
+    "rpn_head.feat_channels": 32,
+    "roi_head.bbox_roi_extractor.out_channels": 32,
     "train_cfg.rpn_proposal.nms_pre": 100,
     "train_cfg.rpn_proposal.max_per_img": 50,
     "test_cfg.rpn.nms_pre": 100,
     "test_cfg.rpn.max_per_img": 20,
     "test_cfg.rcnn.max_per_img": 5,
 }
-THIN_CASCADE = {f"roi_head.bbox_head.{stage}.fc_out_channels": 32 for stage in range(3)}
-THIN_HTC_MASKS = {f"roi_head.mask_head.{stage}.num_convs": 1 for stage in range(3)}
+FASTER = {**SMALL_RPN, **thin("roi_head.bbox_head")}
+MASK_EXTRACTOR = {"roi_head.mask_roi_extractor.out_channels": 32}
+MASK = {**FASTER, **MASK_EXTRACTOR, **thin_masks("roi_head.mask_head")}
+CASCADE = {**SMALL_RPN, **MASK_EXTRACTOR}
+for stage in range(3):
+    CASCADE |= thin(f"roi_head.bbox_head.{stage}")
+HTC = dict(CASCADE)
+for stage in range(3):
+    HTC |= thin_masks(f"roi_head.mask_head.{stage}")
+PANOPTIC = {**MASK, "semantic_head.in_channels": 32, "semantic_head.inner_channels": 32}
 SWIN = {
     "backbone": {
         "type": "SwinTransformer",
@@ -38,24 +67,20 @@ TIMM = {
 }
 
 FAMILIES = {
-    "retinanet": ("detection", "mmdet::retinanet/retinanet_r50_fpn_1x_coco.py", R18),
-    "atss": ("detection", "mmdet::atss/atss_r50_fpn_1x_coco.py", R18),  # has parameters without dimensions
-    "faster_rcnn": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", SMALL_RCNN),
-    "faster_rcnn_swin": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**SMALL_RCNN, **SWIN}),
-    "faster_rcnn_timm": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**SMALL_RCNN, **TIMM}),
-    "mask_rcnn": ("instance", "mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py", SMALL_RCNN),
+    "retinanet": ("detection", "mmdet::retinanet/retinanet_r50_fpn_1x_coco.py", ONE_STAGE),
+    "atss": ("detection", "mmdet::atss/atss_r50_fpn_1x_coco.py", ONE_STAGE),  # has parameters without dimensions
+    "faster_rcnn": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", FASTER),
+    "faster_rcnn_swin": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**FASTER, **SWIN}),
+    "faster_rcnn_timm": ("detection", "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {**FASTER, **TIMM}),
+    "mask_rcnn": ("instance", "mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py", MASK),
     "cascade_mask_rcnn": (
         "instance",
         "mmdet::cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco.py",
-        {**SMALL_RCNN, **THIN_CASCADE, "roi_head.mask_head.num_convs": 1},
+        {**CASCADE, **thin_masks("roi_head.mask_head")},
     ),
-    "htc": (
-        "instance",
-        "mmdet::htc/htc-without-semantic_r50_fpn_1x_coco.py",
-        {**SMALL_RCNN, **THIN_CASCADE, **THIN_HTC_MASKS},
-    ),
-    "panoptic_fpn": ("panoptic", "mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", SMALL_RCNN),
-    "panoptic_fpn_swin": ("panoptic", "panoptic_fpn_swin_t", {**SMALL_RCNN, **SWIN}),
+    "htc": ("instance", "mmdet::htc/htc-without-semantic_r50_fpn_1x_coco.py", HTC),
+    "panoptic_fpn": ("panoptic", "mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py", PANOPTIC),
+    "panoptic_fpn_swin": ("panoptic", "panoptic_fpn_swin_t", {**PANOPTIC, **SWIN}),
     "semantic_fpn": ("semantic", "semantic_fpn_r50", R18),
     "semantic_fpn_swin": ("semantic", "semantic_fpn_swin_t", SWIN),
 }

@@ -23,14 +23,14 @@ def detector(kind, small=True):
     torch.manual_seed(0)
     if not small:
         return MODELS.build(model).train()
-    model.backbone.update(depth=18, frozen_stages=1)
-    model.neck.update(in_channels=[64, 128, 256, 512], out_channels=32)
+    model.backbone.update(depth=18, base_channels=16, frozen_stages=1)
+    model.neck.update(in_channels=[16, 32, 64, 128], out_channels=32)
     model.rpn_head.update(in_channels=32, feat_channels=32)
     model.roi_head.bbox_roi_extractor.out_channels = 32
     model.roi_head.bbox_head.update(in_channels=32, fc_out_channels=64, num_classes=3)
     if kind == "mask":
         model.roi_head.mask_roi_extractor.out_channels = 32
-        model.roi_head.mask_head.update(in_channels=32, conv_out_channels=32, num_classes=3)
+        model.roi_head.mask_head.update(in_channels=32, conv_out_channels=32, num_convs=1, num_classes=3)
     return MODELS.build(model).train()
 
 
