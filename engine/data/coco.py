@@ -1,62 +1,16 @@
-"""COCO-style data for mmdet: class names come from the file, and each fault is reported in one sentence."""
+"""COCO-style data for mmdet: its classes, transforms and data sets."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
+from engine.data.image_files import check_sample
 from engine.data.types import Classes
 from engine.errors import DataError, nearest
-
-
-def read_annotations(path: str) -> dict[str, Any]:
-    """The content of an annotation file, checked for what any COCO reader needs."""
-    try:
-        content = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise DataError(f"annotation file {path} does not exist: check data.root and the split's annotations") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"annotation file {path} is not JSON: {error.msg} at line {error.lineno}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"annotation file {path} cannot be read: {error}") from None
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(content, dict) or not isinstance(content.get(key), list):
-            raise DataError(f'annotation file {path} is not in COCO form: it has no list "{key}"')
-    if not content["images"]:
-        raise DataError(f"annotation file {path} lists no images")
-    if not content["categories"]:
-        raise DataError(f"annotation file {path} lists no categories")
-    _check_entries(content, path)
-    return content
-
-
-def _check_entries(content: dict[str, Any], path: str) -> None:
-    """Check that every entry has what readers expect. The error names the place of the first that has not."""
-    for key, needed in (
-        ("images", ("id", "file_name", "height", "width")),
-        ("categories", ("id", "name")),
-        ("annotations", ("image_id",)),
-    ):
-        for place, entry in enumerate(content[key]):
-            lacking = [n for n in needed if n not in entry] if isinstance(entry, dict) else list(needed)
-            if key == "annotations" and not lacking and "segments_info" not in entry:
-                lacking = [] if "category_id" in entry else ["category_id"]
-                box = entry.get("bbox", [0, 0, 0, 0])
-                if not isinstance(box, list) or len(box) != 4 or not all(isinstance(v, (int, float)) for v in box):
-                    raise DataError(
-                        f"annotation file {path}: annotations[{place}].bbox must be [x, y, width, height], got {box!r}"
-                    )
-            if lacking:
-                raise DataError(f'annotation file {path} is not in COCO form: {key}[{place}] has no "{lacking[0]}"')
-    for key, field in (("images", "id"), ("categories", "id"), ("categories", "name")):
-        values = [entry[field] for entry in content[key]]
-        if len(set(values)) != len(values):
-            twice = next(value for value, count in Counter(values).items() if count > 1)
-            raise DataError(f"annotation file {path}: the {field} {twice!r} stands twice in {key}")
 
 
 def read_classes(content: dict[str, Any], *, panoptic: bool) -> Classes:
@@ -139,20 +93,16 @@ def build_dataset(
 
 
 def images_with_objects(content: dict[str, Any], classes: Classes, path: str) -> set[int]:
-    """The images that remain without empty ones: those with a box, or with a segment of a thing."""
+    """The images that remain without empty ones: those with a usable object, or with a segment of a thing."""
     images = {image["id"] for image in content["images"]}
     things = set(classes.category_ids[: len(classes.things)])
     left = {
         annotation["image_id"]
         for annotation in content["annotations"]
-        if annotation["image_id"] in images
-        and (
-            "bbox" in annotation
-            and annotation["category_id"] in things
-            or any(
-                segment["category_id"] in things and not segment.get("iscrowd")
-                for segment in annotation.get("segments_info", ())
-            )
+        if "segments_info" not in annotation
+        or annotation["image_id"] in images
+        and any(
+            segment["category_id"] in things and not segment.get("iscrowd") for segment in annotation["segments_info"]
         )
     }
     if not left:
@@ -167,29 +117,12 @@ def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) 
     folder = Path(split.images)
     if not folder.is_dir():
         raise DataError(f"image folder {folder} does not exist: check data.root and the split's images")
-    first = folder / content["images"][0].get("file_name", "")
-    if not first.is_file():
-        raise DataError(f"image {first} does not exist, though {split.annotations} lists it")
-    if data.task == "instance":
-        bare = [place for place, a in enumerate(content["annotations"]) if not a.get("segmentation")]
-        if len(bare) == len(content["annotations"]):
-            raise DataError(
-                f'data.task is "instance" but {split.annotations} has no masks (no "segmentation"): '
-                'use data.task "detection"'
-            )
-        if bare:
-            raise DataError(
-                f'data.task is "instance" but {len(bare)} annotations of {split.annotations} have no mask, '
-                f'first annotations[{bare[0]}]: give them a "segmentation" or use data.task "detection"'
-            )
-    if data.task == "panoptic":
-        if split.panoptic is None or not Path(split.panoptic).is_dir():
-            raise DataError(
-                f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}'
-            )
-        from engine.data.panoptic import check_segments  # here: it imports mmdet
-
-        check_segments(content, split.annotation_path)
+    if distributed.local_rank() == 0:  # the other ranks of a node would see the same
+        check_sample(content, split)
+    if data.task == "panoptic" and (split.panoptic is None or not Path(split.panoptic).is_dir()):
+        raise DataError(
+            f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}'
+        )
 
 
 # Listed in the JSON of Objects365's second version but in none of its archives (mmdet's datasets/objects365.py).

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 from engine.config import RunConfig
 from engine.config.schema import DataConfig, SplitConfig
+from engine.data.annotation_file import read_annotations
 from engine.data.build import split_files
-from engine.data.coco import images_with_objects, read_annotations, read_classes
+from engine.data.cleaning import clean
+from engine.data.coco import images_with_objects, read_classes
+from engine.data.panoptic_segments import check_segments
 from engine.data.shapes_drawing import STUFF, THINGS
 from engine.data.types import Classes
 from engine.errors import UserError
@@ -68,7 +71,13 @@ def _counted(data: DataConfig, split: SplitConfig, *, leave_out: bool) -> tuple[
     path = str(split.annotations)
     content = read_annotations(path)
     classes = read_classes(content, panoptic=data.task == "panoptic")
-    return len(images_with_objects(content, classes, path) if leave_out else content["images"]), classes
+    if not leave_out:
+        return len(content["images"]), classes
+    if data.task == "panoptic":
+        check_segments(content, path)
+    else:
+        content, _ = clean(content, path, masks=data.task == "instance", training=True)
+    return len(images_with_objects(content, classes, path)), classes
 
 
 def _public(config: RunConfig) -> Known | None:

@@ -11,8 +11,9 @@ from pycocotools import mask as coco_mask
 
 from engine import distributed
 from engine.config import RunConfig
+from engine.data.annotation_file import read_annotations
 from engine.data.build import build_data, build_split, split_files
-from engine.data.coco import read_annotations, read_classes, test_pipeline
+from engine.data.coco import read_classes, test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
@@ -120,11 +121,7 @@ def draw_beside_truth(
     """Ground truth and prediction of the first images that have objects."""
     files = {image["id"]: image for image in content["images"]}
     labels = {category: label for label, category in enumerate(category_ids_for(classes, content))}
-    annotations = [
-        a
-        for a in content["annotations"]
-        if a["image_id"] in files and a.get("category_id") in labels and not a.get("iscrowd") and "bbox" in a
-    ]
+    annotations = [a for a in content["annotations"] if not a.get("iscrowd")]
     with_objects = {annotation["image_id"] for annotation in annotations}
     drawn = [prediction for prediction in predictions if prediction["image_id"] in with_objects][:count]
     wanted = {prediction["image_id"] for prediction in drawn}
