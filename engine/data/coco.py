@@ -67,8 +67,8 @@ def build_dataset(
     from engine.data.mmdet_coco import GigadetCoco  # here: it imports mmdet, which takes seconds
 
     _check_split(data, split, content)
-    if training and not data.keep_empty:
-        images_with_objects(content, classes, split.annotation_path)  # mmdet fails on an empty list (3.5.1)
+    if training and not data.keep_empty:  # mmdet fails on an empty list (3.5.1)
+        images_with_objects(content, classes, split.annotation_path, panoptic=data.task == "panoptic")
     options: dict[str, Any] = dict(
         content=content,
         data_prefix=dict(img=split.images),
@@ -92,19 +92,19 @@ def build_dataset(
     )
 
 
-def images_with_objects(content: dict[str, Any], classes: Classes, path: str) -> set[int]:
-    """The images that remain without empty ones: those with a usable object, or with a segment of a thing."""
-    images = {image["id"] for image in content["images"]}
-    things = set(classes.category_ids[: len(classes.things)])
-    left = {
-        annotation["image_id"]
-        for annotation in content["annotations"]
-        if "segments_info" not in annotation
-        or annotation["image_id"] in images
-        and any(
-            segment["category_id"] in things and not segment.get("iscrowd") for segment in annotation["segments_info"]
-        )
-    }
+def images_with_objects(content: dict[str, Any], classes: Classes, path: str, *, panoptic: bool) -> set[int]:
+    """The images that remain without empty ones: those with an object, or with a segment of a thing."""
+    annotations = content["annotations"]
+    if panoptic:
+        images = {image["id"] for image in content["images"]}
+        things = set(classes.category_ids[: len(classes.things)])
+        annotations = [
+            annotation
+            for annotation in annotations
+            if annotation["image_id"] in images
+            and any(s["category_id"] in things and not s.get("iscrowd") for s in annotation["segments_info"])
+        ]
+    left = {annotation["image_id"] for annotation in annotations}
     if not left:
         raise DataError(
             f"no image of {path} has an annotated object: "

@@ -36,7 +36,7 @@ def read_class_table(maps: Path) -> Classes:
     if not table.is_file():
         names = [f"class {number}" for number in range(1, UNNAMED_CLASSES + 1)]
     else:
-        lines = table.read_text().splitlines()[1:]
+        lines = table.read_text(encoding="utf-8-sig", errors="replace").splitlines()[1:]
         rows = [line.split("\t") for line in lines if line.strip()]
         numbers = [row[0].strip() for row in rows]
         if numbers != [str(number) for number in range(1, len(rows) + 1)] or not 1 <= len(rows) < IGNORED - 1:

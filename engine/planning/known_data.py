@@ -70,14 +70,15 @@ def _counted(data: DataConfig, split: SplitConfig, *, leave_out: bool) -> tuple[
     """The number of images of a split, where asked without those that show no object, and its classes."""
     path = str(split.annotations)
     content = read_annotations(path)
-    classes = read_classes(content, panoptic=data.task == "panoptic")
+    panoptic = data.task == "panoptic"
+    classes = read_classes(content, panoptic=panoptic)
     if not leave_out:
         return len(content["images"]), classes
-    if data.task == "panoptic":
+    if panoptic:
         check_segments(content, path)
     else:
         content, _ = clean(content, path, masks=data.task == "instance", training=True)
-    return len(images_with_objects(content, classes, path)), classes
+    return len(images_with_objects(content, classes, path, panoptic=panoptic)), classes
 
 
 def _public(config: RunConfig) -> Known | None:

@@ -21,7 +21,7 @@ from engine.tasks.base import Predict, Prediction, UsualData
 from engine.tasks.coco_scores import category_ids_for, coco_results, write_scores
 from engine.tasks.mmdet_task import MmdetTask
 from engine.tasks.pictures import draw_objects, drawn_paths, read_image, save_image, side_by_side
-from engine.tasks.predicting import gather_predictions
+from engine.tasks.predicting import gather_sorted
 
 SCORE_SHOWN = 0.3
 
@@ -75,8 +75,8 @@ class Detection(MmdetTask):
                 objects = shown_objects(prediction, threshold)
                 save_image(drawn_to[place], draw_objects(read_image(paths[place]), objects, classes.things))
         with distributed.together():
-            predictions = gather_predictions(mine, len(paths))
-            if predictions is not None:
+            predictions = gather_sorted(mine)
+            if predictions:
                 entries = coco_results(predictions, classes.category_ids, masks=self.with_masks)
                 boxes = coco_results(predictions, classes.category_ids, masks=False)
                 for entry, box in zip(entries, boxes):
@@ -88,7 +88,7 @@ class Detection(MmdetTask):
                 write_json(out / "results.json", entries)
                 shown = int(np.sum([(p["scores"] >= threshold).sum() for p in predictions]))
                 print(
-                    f"{shown} objects with a score of at least {threshold:g} on {len(paths)} images; "
+                    f"{shown} objects with a score of at least {threshold:g} on {len(predictions)} images; "
                     f"drawn images and results.json in {out}",
                     flush=True,
                 )
