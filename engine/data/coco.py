@@ -80,9 +80,12 @@ def build_dataset(
 
         assert split.panoptic is not None
         pipeline = train_pipeline(data, LoadPanoptic()) if training else test_pipeline(data, LoadTruth())
-        return PanopticCoco(
+        dataset = PanopticCoco(
             classes=classes, source=split.annotation_path, folder=split.panoptic, pipeline=pipeline, **options
         )
+        if distributed.local_rank() == 0:
+            dataset.check_sample()
+        return dataset
     load = dict(type="LoadAnnotations", with_bbox=True, with_mask=data.task == "instance")
     return GigadetCoco(
         metainfo=dict(classes=classes.all),

@@ -19,7 +19,9 @@ from engine.config.schema import SplitConfig
 from engine.errors import DataError
 
 SAMPLE = 100  # images that a run looks at
+MAP_SAMPLE = 20  # maps of pixels that a run looks at: they are read whole
 _THREADS = 8  # a shared file system answers several questions at once
+_BLOCK = 1000
 _ORIENTATION = 0x0112  # EXIF's tag; 5 to 8 are quarter turns
 
 
@@ -39,15 +41,25 @@ def image_size(path: str | PathLike[str]) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
+def known_size(path: str) -> tuple[int, int]:
+    """Width and height; DataError with the image's name if it cannot be read."""
+    try:
+        return image_size(path)
+    except FileNotFoundError:
+        raise DataError(f"image {path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"image {path} cannot be read ({error.strerror or 'it is not an image'})") from None
+
+
 def image_fault(image: dict[str, Any], files: SplitConfig) -> str | None:
     """What is wrong with an image of an annotation file, in one sentence."""
     path = Path(files.images) / image["file_name"]
-    try:
-        width, height = image_size(path)
-    except FileNotFoundError:
+    if not path.exists():
         return f"image {path} does not exist, though {files.annotations} lists it"
-    except OSError as error:
-        return f"image {path} cannot be read ({error.strerror or 'it is not an image'})"
+    try:
+        width, height = known_size(str(path))
+    except DataError as error:
+        return str(error)
     if (width, height) != (image["width"], image["height"]):
         return (
             f"image {path} has {width} x {height} pixels, but {files.annotations} says "
@@ -56,9 +68,9 @@ def image_fault(image: dict[str, Any], files: SplitConfig) -> str | None:
     return None
 
 
-def sample_of(count: int) -> Sequence[int]:
-    """At most SAMPLE places, from the first to the last, evenly spread and always the same."""
-    return np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).round().astype(int)).tolist()
+def sample_of(count: int, most: int = SAMPLE) -> Sequence[int]:
+    """At most `most` places, from the first to the last, evenly spread and always the same."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def check_sample(content: dict[str, Any], files: SplitConfig) -> None:
@@ -72,4 +84,5 @@ def check_sample(content: dict[str, Any], files: SplitConfig) -> None:
 def faults_of(items: Sequence[Any], fault: Callable[[Any], str | None]) -> Iterator[str | None]:
     """The fault of each item, in order, looked for by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(fault, items)
+        for start in range(0, len(items), _BLOCK):  # each one that waits takes memory, and there may be millions
+            yield from pool.map(fault, items[start : start + _BLOCK])

@@ -12,6 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 
+from engine.data.image_files import MAP_SAMPLE, known_size, sample_of
 from engine.data.mmdet_coco import GigadetCoco
 from engine.data.panoptic_map import PanopticMap, read_ids
 from engine.data.panoptic_segments import IGNORED
@@ -67,6 +68,17 @@ class PanopticCoco(GigadetCoco):
 
     def get_data_info(self, index: int) -> dict[str, Any]:
         return {**super().get_data_info(index), "shown": index < self.shown}
+
+    def read_map(self, index: int) -> PanopticMap:
+        """The map of an image at its own size; DataError if there is none or it does not fit."""
+        info = self.get_data_info(index)
+        width, height = known_size(info["img_path"])
+        return read_truth(info, (height, width))
+
+    def check_sample(self) -> None:
+        """Refuse PNGs that cannot be used, as far as a sample shows."""
+        for place in sample_of(len(self), MAP_SAMPLE):
+            self.read_map(place)
 
 
 def read_truth(info: dict[str, Any], shape: tuple[int, int]) -> PanopticMap:
