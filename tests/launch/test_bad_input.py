@@ -58,6 +58,7 @@ ONE_PROCESS = {
         r'detector.config "tiny_retinanett" is not .* \(did you mean "tiny_retinanet"\?\)',
         {"detector": {"config": "tiny_retinanett"}},
     ),
+    "empty load_from": ("detector.load_from is empty: name a weight file", {"detector": {"load_from": ""}}),
     "unwritable work dir": (
         "boxes/annotations.json/x cannot be written: ",
         {"run": {"work_dir": "{folder}/boxes/annotations.json/x"}},
@@ -70,10 +71,17 @@ TORCHRUN = {
         {"detector": {"load_from": "{folder}/other.pth"}},
     ),
 }
-MISSING_FILE = (
-    "nowhere/annotations.json does not exist: check data.root",
-    {"data": {**COCO, "root": "{folder}/nowhere"}},
-)
+TWO_RANKS = {
+    "missing file": (
+        "nowhere/annotations.json does not exist: check data.root",
+        {"data": {**COCO, "root": "{folder}/nowhere"}},
+    ),
+    # Only one rank of a node looks at the images.
+    "wrong size": (
+        "3.png has 64 x 64 pixels, but .*annotations.json says 64 x 60",
+        {"data": {**COCO, "root": "{folder}/sizes"}},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +94,12 @@ def folder(tmp_path_factory):
     for name, content in {
         "empty": {"images": [], "annotations": [], "categories": CATEGORIES},
         "boxes": {"images": [IMAGE], "annotations": [BOX], "categories": CATEGORIES},
+        "sizes": {"images": [{**IMAGE, "height": 60}], "annotations": [BOX], "categories": CATEGORIES},
     }.items():
         (path / name / "images").mkdir(parents=True)
         (path / name / "annotations.json").write_text(json.dumps(content))
-    cv2.imwrite(str(path / "boxes" / "images" / "3.png"), np.zeros((64, 64, 3), np.uint8))
+    for name in ("boxes", "sizes"):
+        cv2.imwrite(str(path / name / "images" / "3.png"), np.zeros((64, 64, 3), np.uint8))
     (path / "used").mkdir()
     (path / "used" / "metrics.jsonl").write_text("{}\n")
     torch.save(
@@ -141,10 +151,12 @@ EXPECTED = {
     **{name: words for name, (words, _) in ONE_PROCESS.items()},
     "missing config": 'config "nowhere.json" is neither a file nor one of the shipped ones',
     "missing checkpoint": "weight file nowhere.pth does not exist",
+    "empty --load-from": "detector.load_from is empty: name a weight file",
 }
 
 
 COMMANDS = {
+    "empty --load-from": ["train.py", "--deepspeed_config", "quickstart", "--load-from", ""],
     "missing config": ["train.py", "--deepspeed_config", "nowhere.json"],
     "missing checkpoint": ["evaluate.py", "nowhere.pth"],
 }
@@ -173,10 +185,12 @@ def test_under_torchrun_one_rank_speaks_and_none_shows_a_traceback(folder, name)
     assert "error: " not in second and "Traceback" not in second
 
 
-def test_every_rank_exits_with_2_within_seconds(folder):
-    ((first_code, first), (second_code, second)), seconds = two_by_hand(folder, "missing file", MISSING_FILE[1])
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_every_rank_exits_with_2_within_seconds(folder, name):
+    words, content = TWO_RANKS[name]
+    ((first_code, first), (second_code, second)), seconds = two_by_hand(folder, name, content)
     assert (first_code, second_code) == (2, 2)
-    assert_one_sentence(first, MISSING_FILE[0])
+    assert_one_sentence(first, words)
     assert "error: " not in second and "Traceback" not in second
     assert seconds < 90  # far below the half hour that a rank alone in a collective would wait
 
