@@ -53,6 +53,7 @@ _USED = -1
 _CHUNK = 500_000  # annotations at a time: their numbers as arrays would otherwise take gigabytes for Objects365
 _HUGE = 1e7  # pixels
 _NO_BOX = (float("nan"),) * 4
+_AREA_OF_BOX = 1.0  # stands for an area that is not given, because any above 0 is as good here
 
 
 class Left(NamedTuple):
@@ -98,7 +99,9 @@ def clean(content: dict[str, Any], path: str, *, masks: bool, training: bool) ->
     if masks:
         _refuse_without_masks(annotations, reasons, path)
         _check_masks(content, reasons)
-    kept = [_settled(a) for a, reason in zip(annotations, reasons) if reason == _USED]
+    kept = [annotations[place] for place in np.flatnonzero(reasons == _USED).tolist()]
+    if survey.to_settle:
+        kept = [_settled(annotation) for annotation in kept]
     report.used, report.crowds = len(kept), sum(1 for annotation in kept if annotation.get("iscrowd"))
     for number, reason in enumerate(_REASONS):
         places = np.flatnonzero(reasons == number)
@@ -119,7 +122,8 @@ class _Survey:
         images = content["images"]
         self.rows = {image["id"]: row for row, image in enumerate(images)}
         self.sides = np.array([(image["width"], image["height"]) for image in images], np.float64)
-        self.categories = {category["id"] for category in content["categories"]}
+        self.categories = {category["id"]: 0 for category in content["categories"]}
+        self.to_settle = False  # whether a field is null, or an id written as 3.0
         # Of the boxes in known images and with finite numbers: all, those within 0 and 1, those that reach beyond their
         # image, and those that would fit as two corners.
         self.finite = self.unit = self.beyond = self.corners = 0
@@ -132,13 +136,12 @@ class _Survey:
 
     def _reasons(self, annotations: list[dict[str, Any]]) -> np.ndarray:
         count = len(annotations)
-        rows = np.fromiter(_looked_up(annotations, "image_id", self.rows), np.int64, count)
-        known = dict.fromkeys(self.categories, 0)
-        unknown = np.fromiter(_looked_up(annotations, "category_id", known), np.int64, count) < 0
-        crowd, ignore = (_flags([a.get(key) for a in annotations]) for key in ("iscrowd", "ignore"))
-        boxes = _boxes([a.get("bbox") for a in annotations])
-        areas = _areas([a.get("area") for a in annotations])
-        absent = np.fromiter((a.get("bbox") is None for a in annotations), bool, count)
+        rows = self._looked_up(annotations, "image_id", self.rows)
+        unknown = self._looked_up(annotations, "category_id", self.categories) < 0
+        crowd, ignore = (_flags(self._given(annotations, key, 0)) for key in ("iscrowd", "ignore"))
+        areas = _areas(self._given(annotations, "area", _AREA_OF_BOX))
+        given = [a.get("bbox") for a in annotations]
+        boxes, absent = _boxes(given), np.fromiter((box is None for box in given), bool, count)
 
         x, y, w, h = boxes.T
         width, height = self.sides[rows].T  # of unknown images those of the last, which are not used
@@ -164,6 +167,20 @@ class _Survey:
                 reasons[where] = _REASONS.index(reason)
             self._count(annotations, boxes, width, height, known=finite & (rows >= 0), used=reasons == _USED)
         return reasons
+
+    def _given(self, annotations: list[dict[str, Any]], key: str, absent: Any) -> list[Any]:
+        values = [annotation.get(key, absent) for annotation in annotations]
+        self.to_settle |= None in values
+        return values
+
+    def _looked_up(self, annotations: list[dict[str, Any]], key: str, places: dict[Any, int]) -> np.ndarray:
+        """The place of the entry that each annotation names, -1 if there is none."""
+        names = [annotation.get(key) for annotation in annotations]
+        if not set(map(type, names)) <= {int, str}:
+            self.to_settle = True
+            # True would be found as 1, and a list cannot be looked up.
+            names = [name if isinstance(name, str) or is_number(name) else None for name in names]
+        return np.fromiter((places.get(name, -1) for name in names), np.int64, len(names))
 
     def _count(
         self,
@@ -202,15 +219,6 @@ class _Survey:
             )
 
 
-def _looked_up(annotations: list[dict[str, Any]], key: str, places: dict[Any, int]) -> Iterator[int]:
-    """The place of the entry that each annotation names, -1 if there is none."""
-    names = [annotation.get(key) for annotation in annotations]
-    if set(map(type, names)) <= {int, str}:
-        return (places.get(name, -1) for name in names)
-    # True would be found as 1, and a list cannot be looked up.
-    return (places.get(name, -1) if isinstance(name, str) or is_number(name) else -1 for name in names)
-
-
 def _flags(values: list[Any]) -> np.ndarray:
     """0 or 1 for each value, 0 for none, -1 for what is neither."""
     if set(map(type, values)) <= {int, bool, type(None)} and set(values) <= {0, 1, None}:
@@ -236,9 +244,13 @@ def _as_float(value: int | float) -> float:
 
 
 def _areas(values: list[Any]) -> np.ndarray:
-    """Areas; 1 where none is given, for the box has one; -1 for what is no number from 0 up."""
-    numbers = [1.0 if v is None else _as_float(v) if is_number(v) else -1.0 for v in values]
-    areas = np.array(numbers, np.float64)
+    """Areas, and -1 for what is no number from 0 up."""
+    if not set(map(type, values)) <= {int, float}:
+        values = [_AREA_OF_BOX if v is None else v if is_number(v) else -1.0 for v in values]
+    try:
+        areas = np.fromiter(values, np.float64, len(values))
+    except OverflowError:
+        areas = np.array([_as_float(value) for value in values])
     areas[~np.isfinite(areas)] = -1
     return areas
 

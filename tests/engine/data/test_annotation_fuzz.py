@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
 
@@ -26,12 +25,6 @@ def folder(tmp_path_factory):
     write_images(path / "images")
     (path / "sound.json").write_text(json.dumps(sound_content()))
     return path
-
-
-@pytest.fixture(autouse=True)
-def no_collection(monkeypatch):
-    """mmengine's data sets collect garbage: a quarter of a second each, with all of torch and mmdet to look at."""
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 def read(folder, split, task, text):
