@@ -7,7 +7,6 @@ be used are the subject of `engine.data.cleaning`.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from engine.errors import DataError
 
 MOST_PIXELS = 1_000_000  # of an image's side: more is a mistake, and memory for its masks would be asked for
+_LONGEST = 1000  # characters of a name
 _SHOWN = 60  # characters of a wrong value in a message
 
 
@@ -66,7 +66,7 @@ def _check_images(images: list[Any], path: str) -> None:
     for side in ("height", "width"):
         for place, image in enumerate(images):
             value = image[side]
-            if not is_number(value) or not math.isfinite(value) or value != int(value) or not 0 < value <= MOST_PIXELS:
+            if not is_number(value) or not 0 < value <= MOST_PIXELS or value != int(value):
                 _refuse(path, f"images[{place}].{side} must be a whole number of pixels above 0", value)
             image[side] = int(value)
 
@@ -138,6 +138,8 @@ def _check_texts(entries: list[Any], key: str, field: str, path: str) -> None:
         value = entry[field]
         if not isinstance(value, str) or not value.strip() or "\0" in value or not _is_unicode(value):
             _refuse(path, f"{key}[{place}].{field} must be a text", value)
+        if len(value) > _LONGEST:
+            _refuse(path, f"{key}[{place}].{field} must be a text of at most {_LONGEST:,} characters", value)
 
 
 def _is_unicode(text: str) -> bool:

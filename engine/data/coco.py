@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,15 +146,19 @@ def settle_file_names(content: dict[str, Any], folder: str) -> None:
     lacking = {
         image["id"]
         for image in content["images"]
-        if str(image["file_name"]).endswith(_OBJECTS365_LACKS) and not Path(folder, image["file_name"]).is_file()
+        if image["file_name"].endswith(_OBJECTS365_LACKS) and not _is_file(folder, image["file_name"])
     }
     if len(lacking) < len(content["images"]):
         content["images"] = [image for image in content["images"] if image["id"] not in lacking]
         content["annotations"] = [a for a in content["annotations"] if a["image_id"] not in lacking]
     first = Path(content["images"][0]["file_name"])
-    if len(first.parts) > 2 and not (Path(folder) / first).is_file() and Path(folder, *first.parts[-2:]).is_file():
+    if len(first.parts) > 2 and not _is_file(folder, first) and _is_file(folder, *first.parts[-2:]):
         for image in content["images"]:
             image["file_name"] = str(Path(*Path(image["file_name"]).parts[-2:]))
+
+
+def _is_file(*parts: str | Path) -> bool:
+    return os.path.isfile(os.path.join(*parts))  # unlike Path.is_file, no error for a name that no system takes
 
 
 def landscape_flags(dataset: Any) -> Sequence[bool]:

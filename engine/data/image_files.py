@@ -48,18 +48,22 @@ def known_size(path: str) -> tuple[int, int]:
     except FileNotFoundError:
         raise DataError(f"image {path} does not exist") from None
     except OSError as error:
-        raise DataError(f"image {path} cannot be read ({error.strerror or 'it is not an image'})") from None
+        raise DataError(_unreadable(path, error)) from None
+
+
+def _unreadable(path: str | PathLike[str], error: OSError) -> str:
+    return f"image {path} cannot be read ({error.strerror or 'it is not an image'})"
 
 
 def image_fault(image: dict[str, Any], files: SplitConfig) -> str | None:
     """What is wrong with an image of an annotation file, in one sentence."""
     path = Path(files.images) / image["file_name"]
-    if not path.exists():
-        return f"image {path} does not exist, though {files.annotations} lists it"
     try:
-        width, height = known_size(str(path))
-    except DataError as error:
-        return str(error)
+        width, height = image_size(path)
+    except FileNotFoundError:
+        return f"image {path} does not exist, though {files.annotations} lists it"
+    except OSError as error:
+        return _unreadable(path, error)
     if (width, height) != (image["width"], image["height"]):
         return (
             f"image {path} has {width} x {height} pixels, but {files.annotations} says "

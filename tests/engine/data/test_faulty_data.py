@@ -314,3 +314,25 @@ def test_a_wrong_crowd_flag_of_a_segment_is_refused(tmp_path):
     )
     with pytest.raises(DataError, match=r"annotations\[1\] has a segment whose iscrowd must be 0 or 1, got '0'"):
         build_data(DataConfig(task="panoptic", train=files, val=files, workers=0))
+
+
+def test_class_maps_without_a_class_are_refused(tmp_path):
+    from tiny_run import merged
+
+    from engine.recipes.load import parse_config
+    from engine.tasks.registry import task_of
+
+    splits = {}
+    for split, value in (("train", 3), ("val", 255)):
+        for kind, picture in (
+            ("images", np.zeros((32, 40, 3), np.uint8)),
+            ("maps", np.full((32, 40), value, np.uint8)),
+        ):
+            (tmp_path / kind / split).mkdir(parents=True)
+            for number in range(3):
+                cv2.imwrite(str(tmp_path / kind / split / f"{number}.png"), picture)
+        splits[split] = {"images": f"images/{split}", "annotations": f"maps/{split}"}
+    data = {"dataset": "ade20k", "task": "semantic", "root": str(tmp_path), **splits}
+    config = parse_config(merged({"detector": {"config": "tiny_semantic_fpn", "options": {}}, "data": data}))
+    with pytest.raises(DataError, match="maps/val: in none of 3 of them has a pixel a class"):
+        task_of(config).build_data()
