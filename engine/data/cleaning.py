@@ -76,10 +76,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """For the start of a run: nothing if all is well."""
-        lines = []
-        if self.left_out:
-            lines.append(f"of {self.boxes:,} boxes of {Path(self.path).name} left out: {self.reasons()}")
-        return lines + [f"{Path(self.path).name}: {note}" for note in self.notes]
+        file = "/".join(Path(self.path).parts[-2:])  # the files of both splits often have the same name
+        lines = [f"of {self.boxes:,} boxes of {file} left out: {self.reasons()}"] if self.left_out else []
+        return lines + [f"{file}: {note}" for note in self.notes]
 
     def reasons(self) -> str:
         return ", ".join(f"{left.count:,} {reason} ({left.example})" for reason, left in self.left_out.items())
@@ -128,11 +127,14 @@ class _Survey:
         # image, and those that would fit as two corners.
         self.finite = self.unit = self.beyond = self.corners = 0
         # Of the boxes that are used: those that reach beyond their image, and those smaller than a pixel.
-        self.cut, self.cut_example, self.small = 0, "", 0
+        self.cut = self.cut_place = self.small = 0
+        self.cut_example = ""
 
     def all_reasons(self, annotations: list[dict[str, Any]]) -> Iterator[np.ndarray]:
         for start in range(0, len(annotations), _CHUNK):
             yield self._reasons(annotations[start : start + _CHUNK])
+            if self.cut and not self.cut_example:
+                self.cut_example = _where(annotations, start + self.cut_place)
 
     def _reasons(self, annotations: list[dict[str, Any]]) -> np.ndarray:
         count = len(annotations)
@@ -165,7 +167,7 @@ class _Survey:
             reasons = np.full(count, _USED, np.int8)
             for reason, where in reversed(faults):
                 reasons[where] = _REASONS.index(reason)
-            self._count(annotations, boxes, width, height, known=finite & (rows >= 0), used=reasons == _USED)
+            self._count(boxes, width, height, known=finite & (rows >= 0), used=reasons == _USED)
         return reasons
 
     def _given(self, annotations: list[dict[str, Any]], key: str, absent: Any) -> list[Any]:
@@ -183,14 +185,7 @@ class _Survey:
         return np.fromiter((places.get(name, -1) for name in names), np.int64, len(names))
 
     def _count(
-        self,
-        annotations: list[dict[str, Any]],
-        boxes: np.ndarray,
-        width: np.ndarray,
-        height: np.ndarray,
-        *,
-        known: np.ndarray,
-        used: np.ndarray,
+        self, boxes: np.ndarray, width: np.ndarray, height: np.ndarray, *, known: np.ndarray, used: np.ndarray
     ) -> None:
         """`known`: in a known image, with finite numbers."""
         x, y, w, h = boxes.T
@@ -200,7 +195,8 @@ class _Survey:
         beyond = (x + w > width + 1) | (y + h > height + 1) | (x < -1) | (y < -1)
         self.beyond += int((known & beyond).sum())
         cut = np.flatnonzero(used & beyond)
-        self.cut_example = self.cut_example or (_where(annotations, int(cut[0])) if cut.size else "")
+        if cut.size and not self.cut:
+            self.cut_place = int(cut[0])
         self.cut += cut.size
         self.small += int((used & ((w < 1) | (h < 1))).sum())
 

@@ -95,7 +95,7 @@ def test_true_boxes_near_the_corner_of_small_images_are_not_taken_for_corners(lo
     assert sum(len(train.dataset.get_data_info(k)["instances"]) for k in range(len(train.dataset))) == 21
 
 
-def test_every_object_that_is_left_out_is_told_by_reason_with_an_example(load, capsys):
+def test_every_object_that_is_left_out_is_told_by_reason_with_an_example(load, tmp_path, capsys):
     content = sound_content()
     faulty = [a for a in content["annotations"] if not a.get("iscrowd")]
     faulty[0]["category_id"] = faulty[1]["category_id"] = 999
@@ -116,7 +116,7 @@ def test_every_object_that_is_left_out_is_told_by_reason_with_an_example(load, c
         return f"(image {faulty[k]['image_id']}, annotation {faulty[k]['id']})"
 
     assert len(told) == 3
-    assert told[0] == "data    of 22 boxes of train.json left out: " + ", ".join(
+    assert told[0] == f"data    of 22 boxes of {tmp_path.name}/train.json left out: " + ", ".join(
         [
             f"2 of an unknown category {example(0)}",
             f"1 given twice with the same id {example(9)}",
@@ -210,7 +210,7 @@ def test_a_mask_that_cannot_be_used_is_left_out_and_told(load, capsys, split, ma
     annotation["segmentation"] = mask
     load(**{split: content}, task="instance")
     told = capsys.readouterr().out
-    assert f"of 21 boxes of {split}.json left out: 1 " in told and f"annotation {annotation['id']})" in told
+    assert f"/{split}.json left out: 1 " in told and f"annotation {annotation['id']})" in told
     assert re.search(reason, told)
     load(**{split: content})  # boxes alone are sound
     assert capsys.readouterr().out == ""
@@ -263,7 +263,7 @@ def test_objects_that_are_cut_out_are_cleaned_too(images, tmp_path, capsys):
     listing, _ = list_objects(SplitConfig(annotations=str(tmp_path / "train.json"), images=str(images)))
     crowds = sum(1 for a in content["annotations"] if a.get("iscrowd"))
     assert len(listing.names) == len(content["annotations"]) - crowds - 2
-    assert "of 21 boxes of train.json left out" in capsys.readouterr().out
+    assert f"of 21 boxes of {tmp_path.name}/train.json left out: " in capsys.readouterr().out
 
 
 JUNK = [None, True, -1, 0, 2, 0.5, float("nan"), 10**30, "", "x", "a\0b", "\ud800", [], [1], {}, {"id": 1}]
