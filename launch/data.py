@@ -44,8 +44,10 @@ def check_code(options: argparse.Namespace) -> int:
         checks = check_data(load_config(options.deepspeed_config, options.set).data)
     else:
         files = SplitConfig(annotations=options.annotations, images=options.images, panoptic=options.panoptic)
-        kind = "ade20k" if options.task == "semantic" else "coco"
-        checks = check_data(DataConfig(task=options.task, dataset=kind, train=files, val=files), ["train"])
+        data = DataConfig(
+            task=options.task, dataset="ade20k" if options.task == "semantic" else "coco", train=files, val=files
+        )
+        checks = check_data(data, ["train"])
     for found in checks:
         print(f"{found.name}: {found.source}")
         for line in found.facts:

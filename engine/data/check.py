@@ -82,7 +82,9 @@ def _check_listed(data: DataConfig, files: SplitConfig, found: SplitCheck) -> No
         else:
             found.facts += [f"{count}, {report.boxes:,} boxes, {report.used:,} of them used ({report.crowds:,} crowds)"]
             found.facts += report.notes
-            found.left_out += [f"{left.count:,} {reason} ({left.example})" for reason, left in report.left_out.items()]
+            found.left_out += [
+                f"{left.objects:,} {reason} ({left.example})" for reason, left in report.left_out.items()
+            ]
     settle_file_names(content, files.images)
     if training and not data.keep_empty and not found.refusals:
         found.refusals += _refusal(lambda: images_with_objects(content, classes, path, panoptic=panoptic))

@@ -34,7 +34,7 @@ from engine.errors import DataError, first_of
 class Left(NamedTuple):
     """How many objects were left out for a reason, and where the first of them is."""
 
-    count: int
+    objects: int
     example: str
 
 
@@ -56,7 +56,7 @@ class Report:
         return lines + [f"{file}: {note}" for note in self.notes]
 
     def reasons(self) -> str:
-        return ", ".join(f"{left.count:,} {reason} ({left.example})" for reason, left in self.left_out.items())
+        return ", ".join(f"{left.objects:,} {reason} ({left.example})" for reason, left in self.left_out.items())
 
 
 def clean(content: dict[str, Any], path: str, *, masks: bool, training: bool) -> tuple[dict[str, Any], Report]:
@@ -81,7 +81,7 @@ def clean(content: dict[str, Any], path: str, *, masks: bool, training: bool) ->
         places = np.flatnonzero(reasons == number)
         if places.size:
             report.left_out[reason] = Left(int(places.size), where_is(annotations, int(places[0])))
-    report.left_out = dict(sorted(report.left_out.items(), key=lambda item: -item[1].count))
+    report.left_out = dict(sorted(report.left_out.items(), key=lambda item: -item[1].objects))
     _note(survey, report, training=training)
     if annotations and report.used == report.crowds:
         raise DataError(_nothing_left(content, report, training=training))
