@@ -52,11 +52,11 @@ class Report:
     def lines(self) -> list[str]:
         """For the start of a run: nothing if all is well."""
         file = "/".join(Path(self.path).parts[-2:])  # the files of both splits often have the same name
-        lines = [f"of {self.boxes:,} boxes of {file} left out: {self.reasons()}"] if self.left_out else []
+        lines = [f"of {self.boxes:,} boxes of {file} left out: {', '.join(self.reasons())}"] if self.left_out else []
         return lines + [f"{file}: {note}" for note in self.notes]
 
-    def reasons(self) -> str:
-        return ", ".join(f"{left.objects:,} {reason} ({left.example})" for reason, left in self.left_out.items())
+    def reasons(self) -> list[str]:
+        return [f"{left.objects:,} {reason} ({left.example})" for reason, left in self.left_out.items()]
 
 
 def clean(content: dict[str, Any], path: str, *, masks: bool, training: bool) -> tuple[dict[str, Any], Report]:
@@ -188,7 +188,7 @@ def _nothing_left(content: dict[str, Any], report: Report, *, training: bool) ->
     text = f"annotation file {report.path}: none of its {report.boxes:,} boxes can be {verb}: "
     if report.crowds:
         text += f"{report.crowds:,} are crowds" + (", " if report.left_out else "")
-    text += report.reasons()
+    text += ", ".join(report.reasons())
     main = next(iter(report.left_out), None)
     if report.crowds:
         return text + ': set "iscrowd" to 0 for single objects'
