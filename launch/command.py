@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from engine.errors import UserError
 
 USER_ERROR = 2
+LEFT_OUT = 3  # done, but without what the messages name
 # Launchers end all ranks of a node when one exits, so the other ranks wait until the error is printed.
 WAIT_FOR_MESSAGE = 5.0
 

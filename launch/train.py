@@ -74,7 +74,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     overrides = list(options.set)
     if options.work_dir:
         overrides.append(f"run.work_dir={json.dumps(options.work_dir)}")
-    if options.load_from:
+    if options.load_from is not None:
         overrides.append(f"detector.load_from={json.dumps(options.load_from)}")
     return overrides
 

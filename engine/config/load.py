@@ -56,7 +56,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, not yet validated."""
     try:
         data = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            path.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
         )
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not JSON: it is not even text in UTF-8") from None

@@ -77,6 +77,13 @@ class DetectorConfig(Block):
         description="prefixes of modules that some ranks may skip in a step; ZeRO-3 keeps them gathered",
     )
 
+    @model_validator(mode="after")
+    def _weights_named(self) -> DetectorConfig:
+        # An empty variable in a job script: training from scratch instead would not be noticed for days.
+        if self.load_from is not None and not self.load_from.strip():
+            raise ValueError("detector.load_from is empty: name a weight file, or leave the key out")
+        return self
+
 
 class SplitConfig(Block):
     annotations: str | None = Field(

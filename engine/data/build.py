@@ -7,7 +7,10 @@ from typing import Any
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import build_dataset, check_same_classes, read_annotations, read_classes, settle_file_names
+from engine.data.annotation_file import read_annotations
+from engine.data.cleaning import clean
+from engine.data.coco import build_dataset, check_same_classes, read_classes, settle_file_names
+from engine.data.panoptic_segments import check_segments
 from engine.data.shapes import ShapesSettings, write_shapes
 from engine.data.types import Classes, Split
 from engine.errors import DataError
@@ -44,9 +47,20 @@ def _shapes_split(root: Path, split: str, task: str) -> SplitConfig:
     return SplitConfig(annotations=str(folder / f"instances_{split}2017.json"), images=str(root / f"{split}2017"))
 
 
-def read_content(files: SplitConfig) -> dict[str, Any]:
-    """The annotation file of a split, with image names relative to its image folder."""
+def read_content(data: DataConfig, files: SplitConfig, *, training: bool) -> dict[str, Any]:
+    """The annotation file of a split: only objects that can be used, and image names relative to the image folder.
+
+    What is left out is told once, by the first rank.
+    """
     content = read_annotations(files.annotation_path)
+    if data.task == "panoptic":
+        lines = check_segments(content, files.annotation_path)
+    else:
+        masks = data.task == "instance"
+        content, report = clean(content, files.annotation_path, masks=masks, training=training)
+        lines = report.lines()
+    for line in lines:
+        distributed.say(f"data    {line}")
     settle_file_names(content, files.images)
     return content
 
@@ -54,7 +68,7 @@ def read_content(files: SplitConfig) -> dict[str, Any]:
 def build_split(data: DataConfig, name: str, classes: Classes) -> Split:
     """One split for evaluation, for a model that knows `classes`."""
     files = split_files(data)[name]
-    content = read_content(files)
+    content = read_content(data, files, training=False)
     check_same_classes(classes, read_classes(content, panoptic=data.task == "panoptic"), files.annotation_path)
     dataset = build_dataset(data, files, classes, training=False, content=content)
     return Split(dataset=dataset, content=content, files=files)
@@ -62,7 +76,7 @@ def build_split(data: DataConfig, name: str, classes: Classes) -> Split:
 
 def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
     files = split_files(data)
-    contents = {name: read_content(split) for name, split in files.items()}
+    contents = {name: read_content(data, split, training=name == "train") for name, split in files.items()}
     panoptic = data.task == "panoptic"
     classes = read_classes(contents["train"], panoptic=panoptic)
     check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotation_path)

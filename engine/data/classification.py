@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
-from engine.data.coco import check_same_classes, read_annotations, read_classes, settle_file_names
+from engine.data.annotation_file import read_annotations
+from engine.data.cleaning import clean
+from engine.data.coco import check_same_classes, read_classes, settle_file_names
+from engine.data.image_files import check_sample
 from engine.data.types import Classes
 from engine.errors import ConfigError, DataError
 
@@ -56,9 +59,9 @@ class LabelledImages:
 
     def picture(self, index: int) -> Image.Image:
         with Image.open(self.listing.path(index)) as image:
-            image = image.convert("RGB")
-        if self.listing.boxes is None:
-            return image
+            if self.listing.boxes is None:
+                return image.convert("RGB")
+            image = ImageOps.exif_transpose(image).convert("RGB")  # boxes are those of the image as it is shown
         x1, y1, x2, y2 = self.listing.boxes[index].tolist()
         return image.crop((max(x1, 0), max(y1, 0), min(x2, image.width), min(y2, image.height)))
 
@@ -155,18 +158,21 @@ def list_class_folders(folder: Path) -> tuple[Listing, Classes]:
 
 def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
     """The objects of a COCO file, each with a square around it. Crowds and very thin objects are left out."""
-    content = read_annotations(files.annotation_path)
+    content, report = clean(read_annotations(files.annotation_path), files.annotation_path, masks=False, training=True)
+    for line in report.lines():
+        distributed.say(f"data    {line}")
     settle_file_names(content, files.images)
     classes = read_classes(content, panoptic=False)
     if not Path(files.images).is_dir():
         raise DataError(f"image folder {files.images} does not exist: check data.root and the split's images")
+    if distributed.local_rank() == 0:  # the other ranks of a node would see the same
+        check_sample(content, files)
     images = {image["id"]: os.fsencode(image["file_name"]) for image in content["images"]}
     place = {category: label for label, category in enumerate(classes.category_ids)}
     names, labels, boxes = [], [], []
     for annotation in content["annotations"]:
-        x, y, width, height = annotation.get("bbox", (0, 0, 0, 0))
-        known = annotation["image_id"] in images and annotation.get("category_id") in place
-        if known and not annotation.get("iscrowd") and min(width, height) >= 2:
+        x, y, width, height = annotation["bbox"]
+        if not annotation.get("iscrowd") and min(width, height) >= 2:
             half = CROP_MARGIN * max(width, height) / 2
             names.append(images[annotation["image_id"]])
             labels.append(place[annotation["category_id"]])

@@ -15,12 +15,20 @@ from engine.errors import DataError
 from engine.preemption import ignore_in_loader
 
 
+class BrokenBatch(Unreadable):
+    """Stands for a batch with samples that could not be loaded. `rest` are the others, None if there are none."""
+
+    def __init__(self, reasons: list[str], rest: Any) -> None:
+        super().__init__(reasons[0])
+        self.reasons, self.rest = reasons, rest
+
+
 def collate(samples: Sequence[Any]) -> Any:
-    """Lists of images and data samples, as mmdet's preprocessor expects them, or the first unreadable sample."""
-    for sample in samples:
-        if isinstance(sample, Unreadable):
-            return sample
-    return {key: [sample[key] for sample in samples] for key in samples[0]}
+    """Lists of images and data samples, as mmdet's preprocessor expects them."""
+    reasons = [sample.reason for sample in samples if isinstance(sample, Unreadable)]
+    loaded = [sample for sample in samples if not isinstance(sample, Unreadable)]
+    batch = {key: [sample[key] for sample in loaded] for key in loaded[0]} if loaded else None
+    return BrokenBatch(reasons, batch) if reasons else batch
 
 
 def _begin_worker(_: int) -> None:
@@ -58,9 +66,14 @@ def evaluation_loader(dataset: Any, *, rank: int, world: int, batch: int, worker
     return DataLoader(share, batch_size=batch, collate_fn=collate, num_workers=workers, worker_init_fn=_begin_worker)
 
 
-def readable(batches: DataLoader) -> Iterator[Any]:
-    """The batches; DataError with the image's name if one cannot be loaded."""
+def readable(batches: DataLoader, unreadable: list[str] | None = None) -> Iterator[Any]:
+    """The batches. An image that cannot be loaded is a DataError with its name, or, if there is a list for the
+    reasons, left out of its batch."""
     for batch in batches:
-        if isinstance(batch, Unreadable):
-            raise DataError(batch.reason)
-        yield batch
+        if isinstance(batch, BrokenBatch):
+            if unreadable is None:
+                raise DataError(batch.reason)
+            unreadable += batch.reasons
+            batch = batch.rest
+        if batch is not None:
+            yield batch

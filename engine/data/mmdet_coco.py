@@ -1,4 +1,4 @@
-"""mmdet's CocoDataset for annotations that are already in memory and may be incomplete."""
+"""mmdet's CocoDataset for annotations that are already in memory, cleaned (`engine.data.cleaning`)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class GigadetCoco(CocoDataset):
         self.cat_img_map: dict[int, set[int]] = defaultdict(set)
         by_image: dict[int, list[dict]] = defaultdict(list)
         for annotation in content["annotations"]:
-            if "bbox" not in annotation:  # nothing to train on: COCO training skips a region without a box
-                continue
             annotation.setdefault("area", annotation["bbox"][2] * annotation["bbox"][3])
             by_image[annotation["image_id"]].append(annotation)
             self.cat_img_map[annotation["category_id"]].add(annotation["image_id"])

@@ -12,8 +12,10 @@ from typing import Any
 import cv2
 import numpy as np
 
+from engine.data.image_files import MAP_SAMPLE, known_size, sample_of
 from engine.data.mmdet_coco import GigadetCoco
 from engine.data.panoptic_map import PanopticMap, read_ids
+from engine.data.panoptic_segments import IGNORED
 from engine.data.types import Classes
 from engine.errors import DataError
 from models.mmdet_setup import import_mmdet
@@ -21,8 +23,6 @@ from models.mmdet_setup import import_mmdet
 import_mmdet()
 from mmdet.datasets.transforms import LoadAnnotations  # noqa: E402
 from mmdet.structures.mask import BitmapMasks  # noqa: E402
-
-IGNORED = 255  # class of void pixels in mmdet's training maps, which have one byte per pixel
 
 
 class PanopticCoco(GigadetCoco):
@@ -69,47 +69,16 @@ class PanopticCoco(GigadetCoco):
     def get_data_info(self, index: int) -> dict[str, Any]:
         return {**super().get_data_info(index), "shown": index < self.shown}
 
+    def read_map(self, index: int) -> PanopticMap:
+        """The map of an image at its own size; DataError if there is none or it does not fit."""
+        info = self.get_data_info(index)
+        width, height = known_size(info["img_path"])
+        return read_truth(info, (height, width))
 
-def check_segments(content: dict[str, Any], path: str) -> None:
-    """Check that every image has an entry, that every segment has a unique id and a known category, and that the class
-    numbers fit in a byte."""
-    if len(content["categories"]) > IGNORED:
-        raise DataError(
-            f"annotation file {path} lists {len(content['categories'])} categories, but panoptic training takes at "
-            f"most {IGNORED}, for a pixel of its maps is a byte and {IGNORED} stands for void: join or remove some"
-        )
-    categories = {category["id"] for category in content["categories"]}
-    known = set()
-    for place, annotation in enumerate(content["annotations"]):
-        where = f"annotation file {path}: annotations[{place}]"
-        if not isinstance(annotation.get("segments_info"), list):
-            raise DataError(f'{path} is not a panoptic file: annotations[{place}] has no "segments_info"')
-        if not isinstance(annotation.get("file_name"), str):
-            raise DataError(f'{where} has no "file_name", the name of its PNG')
-        ids = set()
-        for segment in annotation["segments_info"]:
-            if not isinstance(segment, dict):
-                raise DataError(f'{where} has a segment that is no object with "id" and "category_id": {segment!r}')
-            for key in ("id", "category_id"):
-                if key not in segment:
-                    raise DataError(f'{where} has a segment without "{key}"')
-            if type(segment["id"]) is not int:
-                raise DataError(f'{where} has a segment whose "id" must be a whole number, got {segment["id"]!r}')
-            if not isinstance(segment["category_id"], (int, str)) or segment["category_id"] not in categories:
-                raise DataError(
-                    f"{where} has a segment of category {segment['category_id']}, which is not among the categories"
-                )
-            if segment["id"] in ids:
-                raise DataError(f"{where} has the segment {segment['id']} twice")
-            ids.add(segment["id"])
-        if annotation["image_id"] in known:
-            raise DataError(f"{where} is the second one of image {annotation['image_id']}")
-        known.add(annotation["image_id"])
-    for image in content["images"]:
-        if image["id"] not in known:
-            raise DataError(
-                f"annotation file {path}: image {image['file_name']} has no segments (no entry in annotations)"
-            )
+    def check_sample(self) -> None:
+        """Refuse PNGs that cannot be used, as far as a sample shows."""
+        for place in sample_of(len(self), MAP_SAMPLE):
+            self.read_map(place)
 
 
 def read_truth(info: dict[str, Any], shape: tuple[int, int]) -> PanopticMap:

@@ -21,6 +21,7 @@ from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.classification import IMAGE_SUFFIXES
 from engine.data.coco import test_pipeline, train_pipeline
+from engine.data.image_files import MAP_SAMPLE, known_size, sample_of
 from engine.data.types import Classes
 from engine.errors import DataError
 from models.mmdet_setup import import_mmdet
@@ -36,7 +37,7 @@ def read_class_table(maps: Path) -> Classes:
     if not table.is_file():
         names = [f"class {number}" for number in range(1, UNNAMED_CLASSES + 1)]
     else:
-        lines = table.read_text().splitlines()[1:]
+        lines = _table_text(table).splitlines()[1:]
         rows = [line.split("\t") for line in lines if line.strip()]
         numbers = [row[0].strip() for row in rows]
         if numbers != [str(number) for number in range(1, len(rows) + 1)] or not 1 <= len(rows) < IGNORED - 1:
@@ -49,6 +50,13 @@ def read_class_table(maps: Path) -> Classes:
         if len(set(names)) != len(names):
             names = synonyms
     return Classes(tuple(names), (), tuple(range(1, len(names) + 1)))
+
+
+def _table_text(table: Path) -> str:
+    try:
+        return table.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"class table {table} cannot be read: {error}") from None
 
 
 def list_pairs(files: SplitConfig) -> list[tuple[str, str]]:
@@ -147,11 +155,11 @@ class ClassMapImages:
 
         TRANSFORMS.register_module(module=VariedCrop, force=True)
         self.files, self.pairs = files, np.array(list_pairs(files))  # an array: loader processes share it
-        count = len(classes.things)
+        self.classes = len(classes.things)
         self.pipeline = Compose(
-            train_pipeline(data, LoadClassMap(count, "gt_seg_map"))
+            train_pipeline(data, LoadClassMap(self.classes, "gt_seg_map"))
             if training
-            else test_pipeline(data, LoadClassMap(count, "truth"))
+            else test_pipeline(data, LoadClassMap(self.classes, "truth"))
         )
 
     def __len__(self) -> int:
@@ -168,3 +176,20 @@ class ClassMapImages:
 
     def __getitem__(self, index: int) -> Any:
         return self.pipeline(self.get_data_info(index))
+
+    def read_map(self, index: int) -> np.ndarray:
+        """The labels of an image at its own size; DataError if there is none or it does not fit."""
+        info = self.get_data_info(index)
+        width, height = known_size(info["img_path"])
+        return read_class_map(info["png"], (height, width), self.classes, info["img_path"])
+
+    def check_sample(self) -> None:
+        """Refuse maps that cannot be used, or in which no pixel has a class, as far as a sample shows."""
+        places = sample_of(len(self), MAP_SAMPLE)
+        # Together, because the ranks meet again where the other split is listed. One rank of each node looks.
+        with distributed.together():
+            if distributed.local_rank() == 0 and not any((self.read_map(k) != IGNORED).any() for k in places):
+                raise DataError(
+                    f"class maps in {self.files.annotations}: in none of {len(places)} of them has a pixel a class "
+                    f"(all are 0 or {IGNORED}), so there is nothing to train on or to score"
+                )

@@ -29,8 +29,15 @@ def find_images(source: str) -> list[Path]:
     return sorted(found)
 
 
-def infer(loaded: Loaded, source: str, out: Path, *, threshold: float = SCORE_SHOWN) -> None:
-    """Run the model on images and write the results to `out`."""
+def infer(loaded: Loaded, source: str, out: Path, *, threshold: float = SCORE_SHOWN) -> list[str]:
+    """Run the model on images and write the results to `out`. Returns why images were left out, on every rank."""
     with distributed.together():
         paths = find_images(source)
-    loaded.task.infer(partial(predict_images, loaded), loaded.classes, paths, out, threshold=threshold)
+    mine: list[str] = []
+    predict = partial(predict_images, loaded, unreadable=mine)
+    loaded.task.infer(predict, loaded.classes, paths, out, threshold=threshold)
+    reasons = [reason for share in distributed.all_gather_objects(mine) for reason in share]
+    if len(reasons) == len(paths):
+        more = f"; nor can the other {len(paths) - 1}" if len(paths) > 1 else ""
+        raise DataError(reasons[0] + more)
+    return reasons

@@ -61,8 +61,10 @@ def load_model(checkpoint: str, config_name: str | None, overrides: Sequence[str
     )
 
 
-def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[Prediction]:
-    """This rank's share of the predictions."""
+def predict_images(
+    loaded: Loaded, dataset: Any, *, workers: int = 0, unreadable: list[str] | None = None
+) -> list[Prediction]:
+    """This rank's share of the predictions. `unreadable` takes the reasons for images that are left out."""
     return predict(
         loaded.model,
         loaded.preprocess,
@@ -71,4 +73,5 @@ def predict_images(loaded: Loaded, dataset: Any, *, workers: int = 0) -> list[Pr
         batch=loaded.config.run.eval_batch_size,
         workers=workers,
         as_numbers=partial(loaded.task.as_numbers, classes=loaded.classes),
+        unreadable=unreadable,
     )

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 from engine.config import RunConfig
 from engine.config.schema import DataConfig, SplitConfig
+from engine.data.annotation_file import read_annotations
 from engine.data.build import split_files
-from engine.data.coco import images_with_objects, read_annotations, read_classes
+from engine.data.cleaning import clean
+from engine.data.coco import images_with_objects, read_classes
+from engine.data.panoptic_segments import check_segments
 from engine.data.shapes_drawing import STUFF, THINGS
 from engine.data.types import Classes
 from engine.errors import UserError
@@ -67,8 +70,15 @@ def _counted(data: DataConfig, split: SplitConfig, *, leave_out: bool) -> tuple[
     """The number of images of a split, where asked without those that show no object, and its classes."""
     path = str(split.annotations)
     content = read_annotations(path)
-    classes = read_classes(content, panoptic=data.task == "panoptic")
-    return len(images_with_objects(content, classes, path) if leave_out else content["images"]), classes
+    panoptic = data.task == "panoptic"
+    classes = read_classes(content, panoptic=panoptic)
+    if not leave_out:
+        return len(content["images"]), classes
+    if panoptic:
+        check_segments(content, path)
+    else:
+        content, _ = clean(content, path, masks=data.task == "instance", training=True)
+    return len(images_with_objects(content, classes, path, panoptic=panoptic)), classes
 
 
 def _public(config: RunConfig) -> Known | None:

@@ -77,7 +77,7 @@ class Task(ABC):
 
     @abstractmethod
     def infer(self, predict: Predict, classes: Classes, paths: Sequence[Path], out: Path, *, threshold: float) -> None:
-        """Predict on images without annotations, and write the results."""
+        """Predict on images without annotations, and write the results of those that `predict` could read."""
 
     @abstractmethod
     def stand_ins(self, classes: Classes, *, micro: int, height: int, width: int, objects: int) -> list[Any]:

@@ -19,7 +19,7 @@ from engine.files import EVAL, make_folder, write_json
 from engine.modeling.classifier import TOP, ImagePrediction, StackImages, build_classifier, timm_name
 from engine.tasks.base import Predict, Prediction, Task, UsualData
 from engine.tasks.pictures import titled_grid
-from engine.tasks.predicting import gather_predictions
+from engine.tasks.predicting import gather_sorted
 
 
 class Classification(Task):
@@ -94,15 +94,15 @@ class Classification(Task):
         with distributed.together():
             mine = predict(self._images(listing, training=False))
         with distributed.together():
-            predictions = gather_predictions(mine, len(paths))
-            if predictions is not None:
+            predictions = gather_sorted(mine)
+            if predictions:
                 make_folder(out)
                 entries = result_entries(predictions, listing, classes)
                 write_json(out / "results.json", entries)
                 for entry in entries:
                     top = ", ".join(f"{found['category']} {found['score']:.3f}" for found in entry["top"])
                     print(f"{entry['file_name']}: {top}")
-                print(f"classes of {len(paths)} images in {out / 'results.json'}", flush=True)
+                print(f"classes of {len(predictions)} images in {out / 'results.json'}", flush=True)
 
 
 def accuracy(predictions: Sequence[Prediction]) -> dict[str, float]:

@@ -45,18 +45,11 @@ def score(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Flat metrics under mmdet's names, and AP per class for the table. `results` are by kind: bbox, segm."""
     coco_class, eval_class = coco_backend(backend)
-    truth = dict(
-        content,
-        annotations=[
-            {"id": number, "iscrowd": 0, **annotation, "area": annotation.get("area", _box_area(annotation))}
-            for number, annotation in enumerate(content["annotations"], 1)
-        ],
-    )
     metrics: dict[str, float] = {}
     per_class: dict[str, dict[str, float]] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # both backends print as they go
         coco = coco_class()
-        coco.dataset = truth
+        coco.dataset = ground_truth(content, masks="segm" in results)
         coco.createIndex()
         for kind, found in results.items():
             if not found:
@@ -79,8 +72,25 @@ def score(
     return metrics, per_class
 
 
-def _box_area(annotation: dict[str, Any]) -> float:
-    return annotation["bbox"][2] * annotation["bbox"][3] if "bbox" in annotation else 0.0
+def ground_truth(content: dict[str, Any], *, masks: bool) -> dict[str, Any]:
+    """The content of a cleaned annotation file as COCO's evaluation needs it, and nothing else of it.
+
+    Objects are numbered anew: the evaluation finds them by id, and takes an object with the id 0 for none.
+    """
+    fields = ("image_id", "category_id", "bbox", *(["segmentation"] if masks else []))
+    return {
+        "images": [{key: image[key] for key in ("id", "height", "width")} for image in content["images"]],
+        "categories": [{key: category[key] for key in ("id", "name")} for category in content["categories"]],
+        "annotations": [
+            {
+                **{key: annotation[key] for key in fields},
+                "id": number,
+                "iscrowd": int(annotation.get("iscrowd", 0)),
+                "area": annotation.get("area", annotation["bbox"][2] * annotation["bbox"][3]),
+            }
+            for number, annotation in enumerate(content["annotations"], 1)
+        ],
+    }
 
 
 def coco_backend(name: str) -> tuple[Any, Any]:

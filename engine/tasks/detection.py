@@ -11,8 +11,9 @@ from pycocotools import mask as coco_mask
 
 from engine import distributed
 from engine.config import RunConfig
+from engine.data.annotation_file import read_annotations
 from engine.data.build import build_data, build_split, split_files
-from engine.data.coco import read_annotations, read_classes, test_pipeline
+from engine.data.coco import read_classes, test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
@@ -20,7 +21,7 @@ from engine.tasks.base import Predict, Prediction, UsualData
 from engine.tasks.coco_scores import category_ids_for, coco_results, write_scores
 from engine.tasks.mmdet_task import MmdetTask
 from engine.tasks.pictures import draw_objects, drawn_paths, read_image, save_image, side_by_side
-from engine.tasks.predicting import gather_predictions
+from engine.tasks.predicting import gather_sorted
 
 SCORE_SHOWN = 0.3
 
@@ -74,8 +75,8 @@ class Detection(MmdetTask):
                 objects = shown_objects(prediction, threshold)
                 save_image(drawn_to[place], draw_objects(read_image(paths[place]), objects, classes.things))
         with distributed.together():
-            predictions = gather_predictions(mine, len(paths))
-            if predictions is not None:
+            predictions = gather_sorted(mine)
+            if predictions:
                 entries = coco_results(predictions, classes.category_ids, masks=self.with_masks)
                 boxes = coco_results(predictions, classes.category_ids, masks=False)
                 for entry, box in zip(entries, boxes):
@@ -87,7 +88,7 @@ class Detection(MmdetTask):
                 write_json(out / "results.json", entries)
                 shown = int(np.sum([(p["scores"] >= threshold).sum() for p in predictions]))
                 print(
-                    f"{shown} objects with a score of at least {threshold:g} on {len(paths)} images; "
+                    f"{shown} objects with a score of at least {threshold:g} on {len(predictions)} images; "
                     f"drawn images and results.json in {out}",
                     flush=True,
                 )
@@ -120,11 +121,7 @@ def draw_beside_truth(
     """Ground truth and prediction of the first images that have objects."""
     files = {image["id"]: image for image in content["images"]}
     labels = {category: label for label, category in enumerate(category_ids_for(classes, content))}
-    annotations = [
-        a
-        for a in content["annotations"]
-        if a["image_id"] in files and a.get("category_id") in labels and not a.get("iscrowd") and "bbox" in a
-    ]
+    annotations = [a for a in content["annotations"] if not a.get("iscrowd")]
     with_objects = {annotation["image_id"] for annotation in annotations}
     drawn = [prediction for prediction in predictions if prediction["image_id"] in with_objects][:count]
     wanted = {prediction["image_id"] for prediction in drawn}

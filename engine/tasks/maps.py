@@ -23,7 +23,7 @@ from engine.files import EVAL, make_folder, write_json
 from engine.tasks.base import Predict, Prediction
 from engine.tasks.mmdet_task import MmdetTask
 from engine.tasks.pictures import draw_regions, drawn_paths, read_image, save_image, side_by_side
-from engine.tasks.predicting import gather_predictions
+from engine.tasks.predicting import gather_sorted
 
 
 class MapTask(MmdetTask):
@@ -120,15 +120,15 @@ class MapTask(MmdetTask):
                     )
                 )
         with distributed.together():
-            everything = gather_predictions(entries, len(paths))
-            if everything is not None:
+            everything = gather_sorted(entries)
+            if everything:
                 categories = [
                     dict(id=category, name=name, isthing=int(label < len(classes.things)))
                     for label, (category, name) in enumerate(zip(classes.category_ids, classes.all))
                 ]
                 write_json(out / f"{task}.json", dict(annotations=everything, categories=categories))
                 print(
-                    f"maps of {len(paths)} images in {out / task}, what they show in {out / f'{task}.json'}; "
+                    f"maps of {len(everything)} images in {out / task}, what they show in {out / f'{task}.json'}; "
                     f"drawn images in {out}",
                     flush=True,
                 )

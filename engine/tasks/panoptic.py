@@ -8,7 +8,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from engine.data.build import build_data, build_split, read_content, split_files
+from engine.data.annotation_file import read_annotations
+from engine.data.build import build_data, build_split, split_files
 from engine.data.coco import read_classes
 from engine.data.panoptic_map import PanopticMap, encode_png, from_codes
 from engine.data.types import Classes, Split
@@ -32,7 +33,7 @@ class Panoptic(MapTask):
         return split
 
     def read_classes(self) -> Classes:
-        return read_classes(read_content(split_files(self.config.data)["val"]), panoptic=True)
+        return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=True)
 
     def read_output(self, output: Any, classes: Classes) -> PanopticMap:
         from mmdet.structures import INSTANCE_OFFSET  # here: import_mmdet() must come first

@@ -26,8 +26,12 @@ def predict(
     batch: int,
     workers: int,
     as_numbers: Callable[[Any], Prediction],
+    unreadable: list[str] | None = None,
 ) -> list[Prediction]:
-    """This rank's share of the predictions: the model's output for each image, converted by `as_numbers`."""
+    """This rank's share of the predictions: the model's output for each image, converted by `as_numbers`.
+
+    An image that cannot be read is an error, or is left out if there is a list for the reasons (`unreadable`).
+    """
     loader = evaluation_loader(
         dataset, rank=distributed.rank(), world=distributed.world_size(), batch=batch, workers=workers
     )
@@ -38,7 +42,7 @@ def predict(
     was_training = model.training
     model.eval()
     predictions: list[Prediction] = []
-    for data in readable(loader):
+    for data in readable(loader, unreadable):
         images, samples = preprocess(data, training=False)
         with precision.autocast(device):
             outputs = model.predict(images, samples)
@@ -51,10 +55,9 @@ def predict(
 
 def gather_predictions(mine: list[Prediction], expected: int) -> list[Prediction] | None:
     """On rank 0 all predictions sorted by image id, each image exactly once; None on the others."""
-    shares = distributed.gather_objects(mine)
-    if shares is None:
+    everything = gather_sorted(mine)
+    if everything is None:
         return None
-    everything = sorted((p for share in shares for p in share), key=lambda p: p["image_id"])
     ids = {p["image_id"] for p in everything}
     if len(everything) != expected or len(ids) != expected:
         raise UserError(
@@ -62,3 +65,9 @@ def gather_predictions(mine: list[Prediction], expected: int) -> list[Prediction
             f"{expected}: are image ids repeated in the annotation file?"
         )
     return everything
+
+
+def gather_sorted(mine: list[Prediction]) -> list[Prediction] | None:
+    """On rank 0 the predictions of all ranks, sorted by image id; None on the others."""
+    shares = distributed.gather_objects(mine)
+    return None if shares is None else sorted((p for share in shares for p in share), key=lambda p: p["image_id"])

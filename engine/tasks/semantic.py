@@ -25,6 +25,7 @@ class Semantic(MapTask):
         files = split_files(self.config.data)
         classes = read_class_table(Path(files["train"].annotation_path))
         dataset = ClassMapImages(self.config.data, files["train"], classes, training=True)
+        dataset.check_sample()
         return Split(dataset=dataset, content={}, files=files["train"]), self.build_split("val", classes), classes
 
     def build_split(self, name: str, classes: Classes) -> Split:
@@ -34,6 +35,7 @@ class Semantic(MapTask):
             check_same_classes(classes, own, files.annotation_path)
             raise DataError(f"the classes of {files.annotations} are numbered otherwise than those of the model")
         dataset = ClassMapImages(self.config.data, files, classes, training=False)
+        dataset.check_sample()
         dataset.shown = self.config.run.draw
         return Split(dataset=dataset, content={}, files=files)
 

@@ -58,6 +58,7 @@ ONE_PROCESS = {
         r'detector.config "tiny_retinanett" is not .* \(did you mean "tiny_retinanet"\?\)',
         {"detector": {"config": "tiny_retinanett"}},
     ),
+    "empty load_from": ("detector.load_from is empty: name a weight file", {"detector": {"load_from": ""}}),
     "unwritable work dir": (
         "boxes/annotations.json/x cannot be written: ",
         {"run": {"work_dir": "{folder}/boxes/annotations.json/x"}},
@@ -70,12 +71,17 @@ TORCHRUN = {
         {"detector": {"load_from": "{folder}/other.pth"}},
     ),
 }
-BY_HAND = {
+TWO_RANKS = {
     "missing file": (
         "nowhere/annotations.json does not exist: check data.root",
         {"data": {**COCO, "root": "{folder}/nowhere"}},
     ),
     "class mismatch": TORCHRUN["class mismatch"],
+    # Only one rank of a node looks at the images.
+    "wrong size": (
+        "3.png has 64 x 64 pixels, but .*annotations.json says 64 x 60",
+        {"data": {**COCO, "root": "{folder}/sizes"}},
+    ),
 }
 
 
@@ -89,10 +95,12 @@ def folder(tmp_path_factory):
     for name, content in {
         "empty": {"images": [], "annotations": [], "categories": CATEGORIES},
         "boxes": {"images": [IMAGE], "annotations": [BOX], "categories": CATEGORIES},
+        "sizes": {"images": [{**IMAGE, "height": 60}], "annotations": [BOX], "categories": CATEGORIES},
     }.items():
         (path / name / "images").mkdir(parents=True)
         (path / name / "annotations.json").write_text(json.dumps(content))
-    cv2.imwrite(str(path / "boxes" / "images" / "3.png"), np.zeros((64, 64, 3), np.uint8))
+    for name in ("boxes", "sizes"):
+        cv2.imwrite(str(path / name / "images" / "3.png"), np.zeros((64, 64, 3), np.uint8))
     (path / "used").mkdir()
     (path / "used" / "metrics.jsonl").write_text("{}\n")
     torch.save(
@@ -144,10 +152,12 @@ EXPECTED = {
     **{name: words for name, (words, _) in ONE_PROCESS.items()},
     "missing config": 'config "nowhere.json" is neither a file nor one of the shipped ones',
     "missing checkpoint": "weight file nowhere.pth does not exist",
+    "empty --load-from": "detector.load_from is empty: name a weight file",
 }
 
 
 COMMANDS = {
+    "empty --load-from": ["train.py", "--deepspeed_config", "quickstart", "--load-from", ""],
     "missing config": ["train.py", "--deepspeed_config", "nowhere.json"],
     "missing checkpoint": ["evaluate.py", "nowhere.pth"],
 }
@@ -176,9 +186,9 @@ def test_under_torchrun_one_rank_speaks_and_none_shows_a_traceback(folder, name)
     assert "error: " not in second and "Traceback" not in second
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", TWO_RANKS)
 def test_every_rank_exits_with_2_within_seconds(folder, name):
-    words, content = BY_HAND[name]
+    words, content = TWO_RANKS[name]
     ((first_code, first), (second_code, second)), seconds = two_by_hand(folder, name, content)
     assert (first_code, second_code) == (2, 2)
     assert_one_sentence(first, words)

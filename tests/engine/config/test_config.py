@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config import solve_batch
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS, REMOVED_KEYS
-from engine.config.load import apply_override, find_config
+from engine.config.load import apply_override, find_config, load_json
 from engine.config.schema import ResumePolicy, RunConfig, block_of
 from engine.errors import ConfigError
 from engine.recipes.load import load_config, parse_config
@@ -385,3 +385,8 @@ def test_the_papers_runs_have_the_papers_numbers(name, world, micro, epochs, lr)
             ).as_keys(),
         }
     )
+
+
+def test_a_byte_order_mark_before_the_json_is_read(tmp_path):
+    (tmp_path / "run.json").write_text('{"train_batch_size": 4}', encoding="utf-8-sig")
+    assert load_json(tmp_path / "run.json") == {"train_batch_size": 4}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
+from engine.data.cleaning import clean
 from engine.data.loader import evaluation_loader, readable
 from engine.data.shapes import ShapesSettings, write_shapes
 from engine.data.types import Classes
@@ -212,7 +213,7 @@ def test_predictions_are_drawn_where_annotations_are_odd(shapes, tmp_path):
     draw_beside_truth(
         tmp_path / "p.png",
         perfect(content | {"annotations": content["annotations"][:-2]}, classes),
-        content,
+        clean(content, "val.json", masks=False, training=False)[0],
         folder,
         classes,
         count=2,
