@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine import heartbeat, launcher
 from engine.errors import UserError
 
 USER_ERROR = 2
@@ -61,8 +62,25 @@ def load_model(options: argparse.Namespace) -> Any:
     from engine.zero.processes import init_distributed
 
     init_distributed()
+    watch_ranks()
     with distributed.together():
         return load.load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+
+
+def watch_ranks() -> None:
+    """Let every rank notice when another is gone. All ranks call this together, after `init_distributed`."""
+    from engine import distributed, folder_lock  # here: torch is slow to import
+
+    problem = heartbeat.start(
+        distributed.rank(),
+        distributed.local_rank(),
+        distributed.world_size(),
+        broadcast=distributed.broadcast_object,
+        gather=distributed.all_gather_objects,
+        before_end=folder_lock.release_all,
+    )
+    if problem is not None:
+        distributed.say(f"ranks   a rank that dies will be noticed late: {problem}")
 
 
 def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
@@ -78,6 +96,7 @@ def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
 
 def run_command(body: Callable[[], None]) -> None:
     """Run a script's body. A UserError is printed as one sentence (once per node), and the exit code is 2."""
+    launcher.remember()
     _share_cores()
     from engine.distributed import adopt_launcher_environment  # here: torch creates its threads when it is imported
 
@@ -92,6 +111,10 @@ def run_command(body: Callable[[], None]) -> None:
         leave(USER_ERROR)
     except KeyboardInterrupt:
         leave(130)
+    except Exception:
+        heartbeat.settle()
+        raise
+    heartbeat.stop(0)
     _close_process_group()
 
 
@@ -113,6 +136,7 @@ def _close_process_group() -> None:
 
 def leave(code: int) -> NoReturn:
     """Exit without waiting for loader processes, or for ranks that never reach a collective."""
+    heartbeat.stop(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -24,7 +24,7 @@ Exit codes: 0 done; 2 an error that the message explains; 75 stopped by SIGTERM 
 import argparse
 import json
 
-from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command, writable_folder
+from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command, watch_ranks, writable_folder
 
 
 def main() -> None:
@@ -141,6 +141,7 @@ def _train(options: argparse.Namespace) -> None:
     from engine.train.work_dir import Resume, saved_config
 
     init_distributed()
+    watch_ranks()
     if options.deepspeed_config is None:
         with distributed.together():
             config = saved_config(options.resume, overrides)
