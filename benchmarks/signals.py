@@ -4,10 +4,10 @@
   python benchmarks/signals.py --launchers deepspeed --signals SIGTERM --targets launcher
 
 A tiny detector trains (on two ranks, but for plain `python`) and saves every 30 steps. After its first checkpoint the
-signal is sent, to the launcher that was called, to DeepSpeed's launch.py, to rank 1, to all ranks, or to all processes,
-as Ctrl-C and a scheduler do. A row is printed for every case, in Markdown. This process adopts orphans, so it sees their
-exit codes. A case fails if the checkpoint is damaged, if SIGTERM or SIGINT lost a step, if a process stays behind, or if
-the ranks took more than 10 seconds.
+signal is sent: to the launcher that was called, to DeepSpeed's launch.py, to rank 1, to all ranks, or to all processes,
+as Ctrl-C and a scheduler do. A row is printed for every case, in Markdown. This process adopts orphans, so it sees
+their exit codes. A case fails if the checkpoint is damaged, if a step was lost that could be saved, if a process stays
+behind, or if the ranks took more than 10 seconds.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Case:
         time.sleep(1)
 
     def chain(self) -> tuple[list[int], list[int]]:
-        """The launchers from the outermost on, and the ranks in order. A rank is what has its loader process below it."""
+        """The launchers from the outermost on, and the ranks in order, each of which has a loader process below it."""
         ranks = {process.ppid() for process in self.alive() if not process.children()}
         launchers = []
         above = psutil.Process(min(ranks)).parent()
@@ -223,9 +223,9 @@ def main() -> None:
     options = arguments.parse_args()
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
     print(
-        "| launcher | signal | to | saved | ranks' code | launcher's code | seconds to the last rank's end | ", end=""
+        "| launcher | signal | to | saved | ranks' code | launcher's code | s, ranks | s, launcher | left | last words |"
     )
-    print("to the launcher's | left behind | last words |\n|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     bad = 0
     for launcher in options.launchers:
         for name in options.signals:
