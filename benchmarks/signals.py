@@ -110,24 +110,23 @@ class Case:
 
     def wait_for_the_end(self, pids: list[int], began: float) -> list[psutil.Process]:
         """Note when each process ends, and with which code. Returns those that stay."""
-        while time.monotonic() - began < 60:
-            self.reap(pids, began)
-            if not self.alive():
-                self.reap(pids, began)
-                return []
-            time.sleep(0.1)
+        while time.monotonic() - began < 60 and (self.alive() or len(self.ended) < len(pids)):
+            with contextlib.suppress(
+                ChildProcessError
+            ):  # also of loaders: launchers wait until nothing is left of them
+                while (done := os.waitpid(-1, os.WNOHANG))[0]:
+                    self.codes[done[0]] = os.waitstatus_to_exitcode(done[1])
+            for pid in pids:
+                if pid not in self.ended and not runs(pid):
+                    self.ended[pid] = time.monotonic() - began
+            time.sleep(0.05)
         return self.alive()
 
-    def reap(self, pids: list[int], began: float) -> None:
-        for pid in pids:
-            if pid in self.ended:
-                continue
-            with contextlib.suppress(ChildProcessError):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.codes[pid] = os.waitstatus_to_exitcode(status)
-            if pid in self.codes or not psutil.pid_exists(pid):
-                self.ended[pid] = time.monotonic() - began
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def rank_of(pid: int) -> int:
@@ -222,10 +221,10 @@ def main() -> None:
     )
     options = arguments.parse_args()
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
-    print(
-        "| launcher | signal | to | saved | ranks' code | launcher's code | s, ranks | s, launcher | left | last words |"
+    columns = (
+        "launcher | signal | to | saved | ranks' code | launcher's code | seconds: ranks | launcher | left | words"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {columns} |\n|{'---|' * 10}", flush=True)
     bad = 0
     for launcher in options.launchers:
         for name in options.signals:
