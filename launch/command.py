@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from engine import heartbeat, launcher
 from engine.errors import UserError
@@ -116,6 +117,38 @@ def run_command(body: Callable[[], None]) -> None:
         raise
     heartbeat.stop(0)
     _close_process_group()
+
+
+class LastingOutput:
+    """A stream that goes on, to nowhere, when its reader is gone.
+
+    A signal to all processes also ends the `tee` behind a run, and a closed terminal reads no more. An error from the
+    next print would then end the run before it has saved.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._going_on():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._going_on():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def _share_cores() -> None:

@@ -57,7 +57,7 @@ def live(rank):
         os.kill(os.getpid(), 9)
     elif act == "finish a file":
         with heartbeat.finishing():
-            time.sleep(1)
+            time.sleep(0.6)
             print("finished", flush=True)
     elif act.startswith("leave"):
         heartbeat.stop(int(act[5:]))
