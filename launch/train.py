@@ -138,7 +138,7 @@ def _train(options: argparse.Namespace) -> None:
     from engine.recipes.load import load_config
     from engine.zero.processes import init_distributed
 
-    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)
     overrides = _overrides(options)
     # Before the slow imports, so that a mistake is reported at once.
     if options.deepspeed_config is not None:

@@ -39,7 +39,9 @@ def train(config: RunConfig, resume: Resume | None = None) -> dict[str, float]:
     """Train to the end of the schedule; returns the metrics of the last evaluation."""
     preemption.watch()
     try:
-        return run_schedule(build_run(config, resume))
+        run = build_run(config, resume)
+        preemption.watch_interrupts()
+        return run_schedule(run)
     finally:
         folder_lock.release_all()
         preemption.release()
@@ -54,7 +56,6 @@ def run_schedule(run: Run) -> dict[str, float]:
     )
     batches = MicroBatches(run)
     nonfinite, culprit = ended_nonfinite(run), None
-    preemption.watch_interrupts()
     metrics = after_step(run, run.start, resumed=True) if run.start else {}
     for step in range(run.start, steps):
         began = time.monotonic()
