@@ -223,9 +223,10 @@ def finishing() -> Iterator[None]:
 def _listen(address: str, world: int) -> socket.socket:
     """Ranks of one host meet on the loopback device, which no one else reaches."""
     loopback = address == "localhost" or address.startswith("127.")
-    if loopback or not socket.has_dualstack_ipv6():
-        return socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=world)
-    return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world)
+    if not loopback and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be there and switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world)
+    return socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=world)
 
 
 def _accept(server: socket.socket, me: Member, world: int, token: str, deadline: float) -> dict[_Link, Member]:
