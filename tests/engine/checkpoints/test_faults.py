@@ -15,7 +15,8 @@ import pytest
 from resumed_run import settings
 from tiny_run import merged, train_tiny
 
-from engine.checkpoints.finding import find_checkpoint
+from engine.checkpoints.finding import find_checkpoint, newest
+from engine.checkpoints.manifest import Manifest
 
 ROOT = Path(__file__).parents[3]
 
@@ -146,6 +147,22 @@ def test_a_folder_in_use_is_refused_on_every_rank_and_free_again_when_its_run_is
         other.wait()
     assert ranks.run(train_here, 2, changes, str(tmp_path / "run"))[0]["records"][-1]["step"] == 5
     assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_checkpoint_that_the_run_removes_while_it_is_read_is_not_called_damaged(saved, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(Path(saved[1]) / "checkpoints", folder)
+    (folder / "step-000003").rename(tmp_path / "next")
+    read = Manifest.read
+
+    def removed_meanwhile(path):
+        if path.name == "step-000004" and path.exists():
+            (tmp_path / "next").rename(folder / "step-000005")
+            shutil.rmtree(path)
+        return read(path)
+
+    monkeypatch.setattr(Manifest, "read", removed_meanwhile)
+    assert newest(folder, pytest.fail).folder == folder / "step-000005"
 
 
 def refused_resume(changes: dict, folder: str) -> str:
