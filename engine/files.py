@@ -21,6 +21,8 @@ CURVES = "curves.png"
 PREDICTIONS = "predictions.png"
 CHECKPOINTS = "checkpoints"
 
+PART = ".part"  # the end of the name of a file that is being written
+
 
 class WriteError(UserError):
     """A file cannot be written, for example because the disk is full."""
@@ -29,7 +31,7 @@ class WriteError(UserError):
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path` that replaces it at the end. After an error, the old file is still there."""
-    aside = path.with_name(path.name + ".part")
+    aside = path.with_name(path.name + PART)
     try:
         yield aside
         aside.replace(path)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
+from engine import heartbeat, launcher
 from engine.errors import UserError
 
 USER_ERROR = 2
@@ -62,8 +64,25 @@ def load_model(options: argparse.Namespace) -> Any:
     from engine.zero.processes import init_distributed
 
     init_distributed()
+    watch_ranks()
     with distributed.together():
         return load.load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+
+
+def watch_ranks() -> None:
+    """Let every rank notice when another is gone. All ranks call this together, after `init_distributed`."""
+    from engine import distributed, folder_lock  # here: torch is slow to import
+
+    problem = heartbeat.start(
+        distributed.rank(),
+        distributed.local_rank(),
+        distributed.world_size(),
+        broadcast=distributed.broadcast_object,
+        gather=distributed.all_gather_objects,
+        before_end=folder_lock.release_all,
+    )
+    if problem is not None:
+        distributed.say(f"ranks   a rank that dies will be noticed late: {problem}")
 
 
 def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
@@ -79,6 +98,7 @@ def writable_folder(name: str | os.PathLike[str], option: str) -> Path:
 
 def run_command(body: Callable[[], None]) -> None:
     """Run a script's body. A UserError is printed as one sentence (once per node), and the exit code is 2."""
+    launcher.remember()
     _share_cores()
     from engine.distributed import adopt_launcher_environment  # here: torch creates its threads when it is imported
 
@@ -93,7 +113,43 @@ def run_command(body: Callable[[], None]) -> None:
         leave(USER_ERROR)
     except KeyboardInterrupt:
         leave(130)
+    except Exception:
+        heartbeat.settle()
+        raise
+    heartbeat.stop(0)
     _close_process_group()
+
+
+class LastingOutput:
+    """A stream that goes on, to nowhere, when its reader is gone.
+
+    A signal to all processes also ends the `tee` behind a run, and a closed terminal reads no more. An error from the
+    next print would then end the run before it has saved.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._going_on():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._going_on():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def _share_cores() -> None:
@@ -114,6 +170,7 @@ def _close_process_group() -> None:
 
 def leave(code: int) -> NoReturn:
     """Exit without waiting for loader processes, or for ranks that never reach a collective."""
+    heartbeat.stop(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

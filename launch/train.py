@@ -17,14 +17,24 @@ See what a run on many ranks would be, and what would stop it, without them and 
   python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480
   python launch/train.py --deepspeed_config uninet_g_htcx_coco --dry-run --world-size 480 --layout shards.json
 
-Exit codes: 0 done; 2 an error that the message explains; 75 stopped by SIGTERM or SIGUSR1 and saved, start again with
---resume.
+Exit codes: 0 done; 2 an error that the message explains; 69 another rank is gone, and 75 stopped by a signal or the end
+of the launcher, and saved: start again with --resume.
 """
 
 import argparse
 import json
+import sys
 
-from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command, writable_folder
+from launch.command import (
+    USER_ERROR,
+    LastingOutput,
+    add_config_arguments,
+    leave,
+    parser,
+    run_command,
+    watch_ranks,
+    writable_folder,
+)
 
 
 def main() -> None:
@@ -128,6 +138,7 @@ def _train(options: argparse.Namespace) -> None:
     from engine.recipes.load import load_config
     from engine.zero.processes import init_distributed
 
+    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)
     overrides = _overrides(options)
     # Before the slow imports, so that a mistake is reported at once.
     if options.deepspeed_config is not None:
@@ -141,6 +152,7 @@ def _train(options: argparse.Namespace) -> None:
     from engine.train.work_dir import Resume, saved_config
 
     init_distributed()
+    watch_ranks()
     if options.deepspeed_config is None:
         with distributed.together():
             config = saved_config(options.resume, overrides)

@@ -83,6 +83,7 @@ def as_if_started_by_a_shell() -> None:
     """Let this forked process start others as a plain one does: loaders are forked, and find out if it is gone."""
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no children
     multiprocessing.set_start_method("fork", force=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run where it is ignored, behind `&`
 
 
 def _run(command: list[str], folder: str, variables: dict[str, str], output: list[Path]) -> None:

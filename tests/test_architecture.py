@@ -16,6 +16,9 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "errors",
     "files",
+    "folder_lock",
+    "launcher",
+    "heartbeat",
     "distributed",
     "randomness",
     "preemption",

@@ -43,14 +43,16 @@ def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -
     steps = distributed.broadcast_object(store.saved_steps(folder))
     skipped: list[str] = []
     for step in reversed(steps):
+        path = folder / store.tag_of(step)
         try:
-            return open_checkpoint(folder / store.tag_of(step), contents=contents)
+            return open_checkpoint(path, contents=contents)
         except CheckpointError as error:
-            skipped.append(str(error))
-            say(f"skipped: {error}")
-    if steps:
+            if distributed.broadcast_object(path.is_dir()):  # else the run that works here has newer ones by now
+                skipped.append(str(error))
+                say(f"skipped: {error}")
+    if skipped:
         raise CheckpointError(f"no checkpoint in {folder} is whole; the newest: {skipped[0]}")
-    return None
+    return newest(folder, say, contents=contents) if steps else None
 
 
 def find_checkpoint(

@@ -125,7 +125,7 @@ def _set_aside_newer(folder: Path, step: int, say: Callable[[str], None]) -> Non
     for newer in store.saved_steps(folder):
         if newer > step:
             tag = store.tag_of(newer)
-            names = (f"set-aside-{tag}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
+            names = (f"{store.SET_ASIDE}{tag}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
             target = next(folder / name for name in names if not (folder / name).exists())
             (folder / tag).rename(target)
             say(f"{tag} lies after the checkpoint that is resumed: renamed {target.name}")

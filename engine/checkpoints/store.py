@@ -7,11 +7,12 @@ import re
 import shutil
 from pathlib import Path
 
-from engine.files import CHECKPOINTS, replacing, write_synced
+from engine.files import CHECKPOINTS, PART, replacing, write_synced
 from engine.zero.checked_files import sync_folder
 
 LATEST = "latest"  # DeepSpeed's name and form: the tag of the newest checkpoint
 BEST = "best"  # the same for the best one
+SET_ASIDE = "set-aside-"  # a checkpoint after the one that was resumed: kept, and never used by itself
 _ASIDE, _GONE = ".saving-", ".removing-"
 
 
@@ -31,8 +32,24 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
+def clean_up(folder: Path, finished: str) -> list[str]:
+    """Put right what a killed run left; the names of what stays and is used by nobody. Only for the folder's own run.
+
+    A checkpoint that has its file `finished`, the last to be written, only lacks its name and gets it.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        target = folder / path.name.removeprefix(_ASIDE)
+        if path.name.startswith(_ASIDE) and (path / finished).exists() and not target.exists():
+            path.rename(target)
+        elif path.name.startswith((_ASIDE, _GONE)):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name in (LATEST + PART, BEST + PART):
+            path.unlink(missing_ok=True)
+    return sorted(path.name for path in folder.glob(f"{SET_ASIDE}*"))
+
+
 def open_aside(folder: Path, tag: str) -> Path:
-    """An empty folder to write into, next to the checkpoints; leftovers of a killed run are removed."""
+    """An empty folder to write into, next to the checkpoints; leftovers of failed attempts are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name.startswith((_ASIDE, _GONE)):

@@ -6,7 +6,6 @@ Processes are forked from one that has imported everything, so the ten seconds f
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from engine import folder_lock
 from engine.errors import UserError
 from engine.study.grid import Study, Trial, better, settings
 from engine.study.start import make_start
@@ -32,7 +32,7 @@ def run_study(study: Study, rows: list[str], folder: Path, *, at_once: int, say:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
     server = get_context("forkserver")
     server.set_forkserver_preload(["engine.study.preload"])
-    with _alone_in(folder):
+    with _alone_in(folder, say):
         start = _start(study, folder, server, say)
         field = _Field(study, rows, folder, start, server, say)
         say(
@@ -117,14 +117,16 @@ class _Field:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Refuse a second study in the same folder: both would remove each other's runs."""
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another study is running in {folder}: wait for it, or give another --out") from None
+    try:
+        folder_lock.hold(folder, say)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from None
+    try:
         yield
+    finally:
+        folder_lock.release_all()
 
 
 @contextlib.contextmanager

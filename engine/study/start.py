@@ -12,7 +12,7 @@ from engine.files import CHECKPOINTS
 from engine.modeling.weights import whole
 from engine.recipes.load import load_config
 from engine.study.grid import Study, batch_settings, optimizer_settings
-from engine.study.trial import alone, is_orphan
+from engine.study.trial import alone, end_with_study, is_orphan
 from engine.train.loop import train
 
 
@@ -23,6 +23,7 @@ def make_start(study: Study, path: Path) -> None:
     method, folder = study.methods[start.method], path.parent / "start"
     if is_orphan():
         return
+    end_with_study()
     with alone(folder):
         train(
             load_config(

@@ -9,6 +9,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -54,10 +55,23 @@ def is_orphan() -> bool:
     return parent is None or not parent.is_alive()
 
 
+def end_with_study() -> None:
+    """End this process with the study's, also if that is killed: the next study wants the folder of this trial."""
+    parent = parent_process()
+    assert parent is not None, "a trial is started by a study"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the study", daemon=True).start()
+
+
 def run_trial(study: Study, trial: Trial, folder: Path, start: Path | None) -> None:
     """Train and evaluate, with all output in a log beside the folder. A stopped trial starts from scratch."""
     if is_orphan():
         return
+    end_with_study()
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

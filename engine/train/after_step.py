@@ -1,10 +1,10 @@
-"""What follows an optimizer step: a checkpoint, an evaluation, or an early stop because of a signal."""
+"""What follows an optimizer step: a checkpoint, an evaluation, or an early stop (`engine.preemption`)."""
 
 from __future__ import annotations
 
 import contextlib
 
-from engine import distributed
+from engine import distributed, preemption
 from engine.checkpoints.best import best_step, mark_best
 from engine.checkpoints.saving import prune_checkpoints, save_checkpoint
 from engine.checkpoints.store import checkpoints_of
@@ -18,7 +18,7 @@ from engine.train.run import GOES_ON, Run
 
 
 class Preempted(Exception):
-    """A signal stopped the run. `saved` says whether there is a checkpoint of its last step."""
+    """The run was asked to stop. `saved` says whether there is a checkpoint of its last step."""
 
     def __init__(self, text: str, *, saved: bool) -> None:
         super().__init__(text)
@@ -52,22 +52,20 @@ def save(run: Run, done: int) -> bool:
         if run.config.run.on_save_error == "stop":
             raise
         say(f"{error}; {GOES_ON}")
+        run.lost_save = str(error)
         return False
+    run.lost_save = None
     prune_checkpoints(run.work_dir, keep_last=run.config.run.keep_last, best=best(run))
     return True
 
 
 def leave_early(run: Run, done: int) -> None:
     """Save, and stop the run on all ranks."""
+    what = f"stopped {preemption.reason()} after step {done}"
     if run.config.run.checkpoint_interval == 0:
-        raise Preempted(
-            f"stopped by a signal after step {done}; nothing saved (run.checkpoint_interval is 0)", saved=False
-        )
+        raise Preempted(f"{what}; nothing saved (run.checkpoint_interval is 0)", saved=False)
     save_checkpoint(run.state(), run.work_dir, done)
-    raise Preempted(
-        f"stopped by a signal after step {done}, saved in {checkpoints_of(run.work_dir)}: continue with --resume",
-        saved=True,
-    )
+    raise Preempted(f"{what}, saved in {checkpoints_of(run.work_dir)}: continue with --resume", saved=True)
 
 
 def best(run: Run) -> int | None:

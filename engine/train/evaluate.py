@@ -55,6 +55,7 @@ def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) ->
                 if config.run.on_save_error == "stop":
                     raise
                 print(f"{error}; {GOES_ON}", flush=True)
+                run.lost_record = str(error)
     return distributed.broadcast_object(metrics)
 
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from engine import distributed, preemption
+from engine import distributed, folder_lock, preemption
+from engine.checkpoints.store import checkpoints_of, saved_steps
 from engine.config import RunConfig
 from engine.data.loader import training_loader
 from engine.data.order import RankMicroBatches
 from engine.data.samples import Unreadable
 from engine.distributed import say
-from engine.errors import DataError, UserError
+from engine.errors import DataError, SaveError, UserError
 from engine.files import METRICS, WriteError
 from engine.monitoring.live import LiveLine, memory_gb, step_text
-from engine.monitoring.records import RecordFile
+from engine.monitoring.records import RecordFile, read_records
 from engine.optim.agvm import AGVMOptimizer
 from engine.optim.registry import set_learning_rate
 from engine.randomness import FORWARD, seed_all
@@ -38,8 +39,11 @@ def train(config: RunConfig, resume: Resume | None = None) -> dict[str, float]:
     """Train to the end of the schedule; returns the metrics of the last evaluation."""
     preemption.watch()
     try:
-        return run_schedule(build_run(config, resume))
+        run = build_run(config, resume)
+        preemption.watch_interrupts()
+        return run_schedule(run)
     finally:
+        folder_lock.release_all()
         preemption.release()
 
 
@@ -51,7 +55,7 @@ def run_schedule(run: Run) -> dict[str, float]:
         total=steps, label="train", interval=config.run.log_interval, start=run.start, enabled=distributed.rank() == 0
     )
     batches = MicroBatches(run)
-    nonfinite = 0
+    nonfinite, culprit = ended_nonfinite(run), None
     metrics = after_step(run, run.start, resumed=True) if run.start else {}
     for step in range(run.start, steps):
         began = time.monotonic()
@@ -78,7 +82,7 @@ def run_schedule(run: Run) -> dict[str, float]:
         line.update(step_text(record))
         nonfinite = nonfinite + 1 if broken else 0
         if nonfinite >= config.run.max_nonfinite:
-            stop_on_nonfinite(nonfinite, culprit)
+            stop_on_nonfinite(nonfinite, culprit, at_the_end=False)
         if lost:
             with distributed.together():
                 stop_on_lost_record(run)
@@ -90,8 +94,28 @@ def run_schedule(run: Run) -> dict[str, float]:
         if records is not None:
             stop_on_lost_record(run)
             records.close()
+            if run.lost_record is not None:
+                say(f"the records are not complete: {run.lost_record}")
             finish_report(run.work_dir)
+    if run.lost_save is not None:
+        raise SaveError(unsaved_end(run))
+    if nonfinite:
+        stop_on_nonfinite(nonfinite, culprit, at_the_end=True)
     return metrics
+
+
+def unsaved_end(run: Run) -> str:
+    with distributed.together():
+        saved = saved_steps(checkpoints_of(run.work_dir))
+    newest = f"the newest one is of step {saved[-1]}" if saved else "there is none"
+    return f"all {run.schedule.steps} steps are done, but their result is not saved: {run.lost_save}; {newest}"
+
+
+def ended_nonfinite(run: Run) -> int:
+    """1 if the last step before this start had a loss that is not finite, else 0."""
+    with distributed.together():
+        before = read_records(run.work_dir / METRICS)[-1:] if distributed.rank() == 0 and run.start else []
+    return distributed.broadcast_object(int(any(isinstance(record.get("loss"), str) for record in before)))
 
 
 def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool = False) -> MicroBatchRecord:
@@ -202,13 +226,16 @@ def write_events(model_engine: Any, record: dict[str, Any]) -> None:
         model_engine.monitor.write_events(events)
 
 
-def stop_on_nonfinite(count: int, culprit: tuple[dict[str, float], dict[str, Any]] | None) -> None:
+def stop_on_nonfinite(count: int, culprit: tuple[dict[str, float], dict[str, Any]] | None, *, at_the_end: bool) -> None:
     """`culprit`: losses and batch of this rank's first micro-batch whose loss was not finite, if it had one."""
-    what = f"the loss was not finite in {count} optimizer steps in a row"
+    where = f"the last {count} optimizer steps of the run" if at_the_end else f"{count} optimizer steps in a row"
     advice = "lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
     with distributed.together():
         if culprit is not None:
             losses, batch = culprit
             images = [sample.img_id for sample in batch["data_samples"]]
-            raise Diverged(f"{what}: losses {losses} on images {images} of rank {distributed.rank()}; {advice}")
-    raise Diverged(f"{what}, in SAM's second pass; {advice}")
+            raise Diverged(
+                f"the loss was not finite in {where}: losses {losses} on images {images} of rank "
+                f"{distributed.rank()}; {advice}"
+            )
+    raise Diverged(f"the loss was not finite in {where}, as {METRICS} or SAM's second pass shows; {advice}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tiny_run import saved_weights as weights
 
 from engine import preemption
 from engine.checkpoints.finding import find_checkpoint
+from launch.command import LastingOutput
 
 LONG = {
     "zero_optimization": {"stage": 2},
@@ -133,6 +135,76 @@ def test_a_signal_to_all_processes_of_the_launcher_is_one_signal(folder):
     assert f"stopped by a signal after step {steps}" in output, output
     assert find_checkpoint(folder / "group").step == steps
     assert len(weights(folder / "group")[0]) > 40
+
+
+def test_a_signal_to_the_launcher_alone_stops_its_ranks(folder):
+    """DeepSpeed's launcher ends and tells nobody: its ranks find out, save and leave."""
+    launcher = (DEEPSPEED, "--num_accelerators", 2, "--master_port", 29733)
+    process = start(folder, *launcher, LAUNCH / "train.py", "--config", "long.json", "--work-dir", "alone")
+    try:
+        wait_for(lambda: steps_on_record(folder / "alone") >= 3 or process.poll() is not None)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
+        wait_for(lambda: members(process.pid) == [], timeout=20)
+        output = process.communicate(timeout=20)[0]
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    steps = steps_on_record(folder / "alone")
+    assert f"stopped by the end of its launcher after step {steps}, saved in" in output, output
+    assert find_checkpoint(folder / "alone").step == steps and "Traceback" not in output
+    assert not (folder / "alone" / "run.lock").exists()
+
+
+def two_ranks(folder: Path, *command) -> list[Script]:
+    """Two ranks without a launcher."""
+    where = dict(WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    train = (LAUNCH / "train.py", "--config", "long.json", *command)
+    return [Script(*train, folder=folder, RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in (0, 1)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_killed_rank_ends_the_others_with_one_sentence(folder):
+    first, second = two_ranks(folder, "--work-dir", "killed")
+    wait_for(lambda: steps_on_record(folder / "killed") >= 3 or first.poll() is not None)
+    second.signal(signal.SIGKILL)
+    assert first.wait(10) == 69, first.stderr
+    assert second.wait() == -signal.SIGKILL
+    errors = [line for line in first.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"rank 1 on {socket.gethostname()} is gone" in errors[0], first.stderr
+    assert "Traceback" not in first.stderr
+    assert not (folder / "killed" / "run.lock").exists()
+
+
+def test_an_interrupted_run_saves_and_a_second_run_beside_it_is_refused(folder):
+    process = Script(LAUNCH / "train.py", "--config", "long.json", "--work-dir", "busy", folder=folder)
+    wait_for(lambda: steps_on_record(folder / "busy") >= 3 or process.poll() is not None)
+    others = two_ranks(folder, "--work-dir", "busy", "--resume")
+    assert [other.wait() for other in others] == [2, 2]
+    words = f"busy is in use by another run (host {socket.gethostname()}, process {process.pid}, since 20"
+    assert words in others[0].stderr and "Traceback" not in others[0].stderr + others[1].stderr, others[0].stderr
+    process.signal(signal.SIGINT)
+    assert process.wait() == 75, process.stderr
+    assert "Ctrl-C: saving after this step" in process.stderr
+    steps = steps_on_record(folder / "busy")
+    assert f"stopped by a signal after step {steps}, saved in" in process.stdout
+    assert find_checkpoint(folder / "busy").step == steps
+
+
+def test_output_that_nobody_reads_does_not_stop_a_run():
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w", buffering=1)
+    output = LastingOutput(stream)
+    for _ in range(3):
+        print("a line", file=output, flush=True)
+    assert output.fileno() == writing
+    stream.close()
 
 
 def test_resume_without_a_run_is_said(folder):

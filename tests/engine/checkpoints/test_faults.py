@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from resumed_run import settings
 from tiny_run import merged, train_tiny
 
-from engine.checkpoints.finding import find_checkpoint
+from engine.checkpoints.finding import find_checkpoint, newest
+from engine.checkpoints.manifest import Manifest
+
+ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager
@@ -66,10 +73,114 @@ def test_a_full_disk_on_one_rank_stops_all_and_loses_nothing(ranks, saved, tmp_p
 def test_a_run_that_may_go_on_without_a_checkpoint_does(ranks, saved, tmp_path):
     stage, folder = saved
     shutil.copytree(folder, tmp_path / "run")
-    outcome = ranks.run(go_on, 2, str(tmp_path / "run"), "continue", stage, 1)[0]
-    assert [record["step"] for record in outcome["records"]] == [1, 2, 3, 4, 5, 6]
-    assert outcome["printed"].count("training goes on (run.on_save_error)") == 1
+    outcomes = ranks.run(go_on, 2, str(tmp_path / "run"), "continue", stage, 1)
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in records] == [1, 2, 3, 4, 5, 6]
+    # It goes on to its end, but what it computed is lost, and that is no success.
+    assert len(set(outcomes)) == 1 and "File too large" in outcomes[0]
+    assert "all 6 steps are done, but their result is not saved: the checkpoint could not be written" in outcomes[0]
+    assert outcomes[0].endswith("the newest one is of step 4")
     assert find_checkpoint(tmp_path / "run").step == 4
+
+
+def go_on_past_a_full_disk(folder: str) -> dict:
+    """Resume at step 4; the save after step 6 fails, the one after the last step does not."""
+    from engine.checkpoints import store
+
+    open_aside = store.open_aside
+
+    def full_once(path, tag):
+        if tag == "step-000006":
+            raise OSError(28, "No space left on device")
+        return open_aside(path, tag)
+
+    store.open_aside = full_once
+    try:
+        changes = settings("AdamW", 2, run={"on_save_error": "continue"}, schedule={"steps": 7})
+        return train_tiny(changes, work_dir=folder, resume="", curves=True)
+    finally:
+        store.open_aside = open_aside
+
+
+def test_a_run_whose_last_save_succeeds_is_a_success(ranks, saved, tmp_path):
+    stage, folder = saved
+    if stage == 2:
+        shutil.copytree(folder, tmp_path / "run")
+        printed = ranks.run(go_on_past_a_full_disk, 2, str(tmp_path / "run"))[0]["printed"]
+        assert "No space left on device" in printed and printed.count("training goes on (run.on_save_error)") == 1
+        assert "checkpoints (the newest of step 7)" in printed.splitlines()[-1]
+
+
+def test_leftovers_of_killed_runs_are_cleaned_up_or_explained(ranks, saved, tmp_path):
+    stage, folder = saved
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder, run)
+    (checkpoints / "step-000004").rename(checkpoints / ".saving-step-000004")  # killed just before its last act
+    for name in (".saving-step-000009", ".removing-step-000001", "set-aside-step-000005"):
+        (checkpoints / name).mkdir()
+    for path in (run / "config.json.part", run / "metrics.jsonl.part", checkpoints / "latest.part", run / "mine.part"):
+        path.touch()
+    printed = ranks.run(train_here, 2, settings("AdamW", stage, schedule={"steps": 5}), str(run))[0]["printed"]
+    assert "resume" in printed and "step 4 of 5" in printed
+    assert "kept    set-aside-step-000005 in" in printed and "delete them if you do not need them" in printed
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"step-000004", "step-000005", "set-aside-step-000005", "latest"}
+    assert [path.name for path in run.glob("*.part")] == ["mine.part"]  # not ours
+
+
+def test_a_folder_in_use_is_refused_on_every_rank_and_free_again_when_its_run_is_killed(ranks, saved, tmp_path):
+    stage, folder = saved
+    shutil.copytree(folder, tmp_path / "run")
+    code = "import sys, time; from pathlib import Path; from engine import folder_lock\n"
+    code += "folder_lock.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        changes = settings("AdamW", stage, schedule={"steps": 5})
+        for start in (refused_resume, refused_start):
+            answers = ranks.run(start, 2, changes, str(tmp_path / "run"))
+            assert len(set(answers)) == 1, answers
+            assert f"is in use by another run (host {socket.gethostname()}, process {other.pid}, since 20" in answers[0]
+        assert find_checkpoint(tmp_path / "run").step == 4  # reading is allowed
+    finally:
+        other.kill()
+        other.wait()
+    assert ranks.run(train_here, 2, changes, str(tmp_path / "run"))[0]["records"][-1]["step"] == 5
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_checkpoint_that_the_run_removes_while_it_is_read_is_not_called_damaged(saved, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(Path(saved[1]) / "checkpoints", folder)
+    (folder / "step-000003").rename(tmp_path / "next")
+    read = Manifest.read
+
+    def removed_meanwhile(path):
+        if path.name == "step-000004" and path.exists():
+            (tmp_path / "next").rename(folder / "step-000005")
+            shutil.rmtree(path)
+        return read(path)
+
+    monkeypatch.setattr(Manifest, "read", removed_meanwhile)
+    assert newest(folder, pytest.fail).folder == folder / "step-000005"
+
+
+def refused_resume(changes: dict, folder: str) -> str:
+    return refusal(lambda: train_here(changes, folder))
+
+
+def refused_start(changes: dict, folder: str) -> str:
+    return refusal(lambda: train_tiny(changes, work_dir=folder))
+
+
+def refusal(start) -> str:
+    from engine.errors import ConfigError
+
+    try:
+        start()
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
 
 
 def without_room(policy: str) -> dict | str:

@@ -191,6 +191,43 @@ def diverge_in_first_micro_batch():
     return "no error"
 
 
+def test_a_run_whose_last_losses_were_not_finite_is_no_success(ranks, tmp_path):
+    for text in ranks.run(diverge_at_the_end, 2, str(tmp_path / "run")):
+        first, again = text
+        assert (
+            "not finite in the last 1 optimizer steps of the run" in first and "images [" in first and "rank 1" in first
+        )
+        assert "not finite in the last 1 optimizer steps of the run" in again  # also if it is only looked at again
+
+
+def diverge_at_the_end(folder: str) -> list[str]:
+    """On rank 1, in the last of three steps; then the finished run is resumed."""
+    from unittest.mock import patch
+
+    from mmdet.models.detectors import SingleStageDetector
+
+    from engine import distributed
+    from engine.errors import UserError
+
+    compute, calls = SingleStageDetector.loss, itertools.count()
+
+    def broken(model, *args):
+        losses = compute(model, *args)
+        factor = float("nan") if distributed.rank() == 1 and next(calls) == 5 else 1.0
+        return {name: [part * factor for part in parts] for name, parts in losses.items()}
+
+    said = []
+    for resume in (None, ""):
+        with patch.object(SingleStageDetector, "loss", broken):
+            try:
+                case = {"schedule": {"steps": 3}, "run": {"eval_interval": 0, "checkpoint_interval": None}}
+                train_tiny(case, work_dir=folder, resume=resume)
+                said.append("no error")
+            except UserError as error:
+                said.append(str(error))
+    return said
+
+
 def test_a_broken_image_is_named_on_every_rank(ranks, tmp_path):
     for answer in ranks.run(with_broken_image, 2, str(tmp_path)):
         assert "broken.jpg cannot be loaded" in answer
