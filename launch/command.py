@@ -50,7 +50,24 @@ def add_model_arguments(arguments: argparse.ArgumentParser) -> None:
         ".safetensors file of the model",
     )
     add_config_arguments(arguments, required=False)
+    add_trust_argument(arguments)
     arguments.add_argument("--ema", action="store_true", help="the averaged weights of a checkpoint folder (run.ema)")
+
+
+def add_trust_argument(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument(
+        "--trust-config",
+        action="store_true",
+        help="obey the config inside the checkpoint or file as one of your own, also where it names Python files or "
+        "classes by import path: it is then code of its author (docs/security.md)",
+    )
+
+
+def origin_of(options: argparse.Namespace) -> Any:
+    """How far the user trusts the config that a checkpoint or weight file carries."""
+    from engine.config.origin import Origin  # here: --help must not wait for pydantic
+
+    return Origin.USER if options.trust_config else Origin.FILE
 
 
 def load_model(options: argparse.Namespace) -> Any:
@@ -62,7 +79,9 @@ def load_model(options: argparse.Namespace) -> Any:
 
     init_distributed()
     with distributed.together():
-        return load.load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+        return load.load_model(
+            options.checkpoint, options.deepspeed_config, options.set, ema=options.ema, origin=origin_of(options)
+        )
 
 
 def writable_folder(name: str | os.PathLike[str], option: str) -> Path:

@@ -24,7 +24,16 @@ Exit codes: 0 done; 2 an error that the message explains; 75 stopped by SIGTERM 
 import argparse
 import json
 
-from launch.command import USER_ERROR, add_config_arguments, leave, parser, run_command, writable_folder
+from launch.command import (
+    USER_ERROR,
+    add_config_arguments,
+    add_trust_argument,
+    leave,
+    origin_of,
+    parser,
+    run_command,
+    writable_folder,
+)
 
 
 def main() -> None:
@@ -54,6 +63,7 @@ def train_arguments() -> argparse.ArgumentParser:
         help="resume from the newest complete checkpoint of the work dir or of DIR, or from DIR/TAG; "
         "with DIR the saved config is used if none is given",
     )
+    add_trust_argument(arguments)
     arguments.add_argument(
         "--dry-run",
         action="store_true",
@@ -143,7 +153,7 @@ def _train(options: argparse.Namespace) -> None:
     init_distributed()
     if options.deepspeed_config is None:
         with distributed.together():
-            config = saved_config(options.resume, overrides)
+            config = saved_config(options.resume, overrides, origin=origin_of(options))
     resume = None if options.resume is None else Resume(options.resume or None)
     try:
         train(config, resume)

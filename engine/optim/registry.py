@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.config.schema import OptimizerConfig
-from engine.errors import ConfigError, nearest
+from engine.errors import ConfigError, nearest, quoted
 from engine.optim.agvm_adamw import AGVMAdamW
 from engine.optim.agvm_layerwise import AGVMLAMB, AGVMLARS
 from engine.optim.agvm_sgd import AGVMSGD
@@ -81,7 +81,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     options = dict(config.params)
     lr = options.get("lr")
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 <= lr < float("inf"):
-        raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {lr!r}")
+        raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {quoted(lr)}")
     rule = find_rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
     modulated = is_modulated(config.type)
@@ -89,7 +89,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
         raise ConfigError(
             "optimizer.params.modules must give each module's name a list of prefixes, such as "
-            f'{{"neck": ["neck"]}}, got {modules!r}'
+            f'{{"neck": ["neck"]}}, got {quoted(modules)}'
         )
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
     if modulated:

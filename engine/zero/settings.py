@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.errors import ConfigError, first_line
+from engine.errors import ConfigError, first_line, quoted
 from engine.zero.geometry import Sharding, reduced_once
 
 # Settings of zero_optimization with which DeepSpeed sends something else.
@@ -161,7 +161,9 @@ def _accumulated(deepspeed: Mapping[str, Any]) -> str | None:
     try:
         return None if given is None else _name(DtypeEnum(given).value)
     except ValueError:
-        raise ConfigError(f'data_types.grad_accum_dtype must be "fp32", "bf16" or "fp16", got {given!r}') from None
+        raise ConfigError(
+            f'data_types.grad_accum_dtype must be "fp32", "bf16" or "fp16", got {quoted(given)}'
+        ) from None
 
 
 def _name(dtype: Any) -> str:
