@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -11,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.errors import UserError
+from engine.errors import UserError, short
 
 USER_ERROR = 2
+LONGEST = 2000  # letters of a message: no mistake needs more, and a value may be of any length
 # Launchers end all ranks of a node when one exits, so the other ranks wait until the error is printed.
 WAIT_FOR_MESSAGE = 5.0
 
@@ -100,18 +103,29 @@ def run_command(body: Callable[[], None]) -> None:
     _share_cores()
     from engine.distributed import adopt_launcher_environment  # here: torch creates its threads when it is imported
 
-    adopt_launcher_environment()
     try:
+        adopt_launcher_environment()
         body()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+        sentence = f"error: {short(' '.join(str(error).splitlines()), LONGEST)}"
+        _tell_torchrun(sentence)
+        if os.environ.get("LOCAL_RANK", "0") in ("0", ""):
+            print(sentence, file=sys.stderr, flush=True)
         else:
             time.sleep(WAIT_FOR_MESSAGE)
         leave(USER_ERROR)
     except KeyboardInterrupt:
         leave(130)
     _close_process_group()
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """Write the sentence where torchrun looks for a rank's error: it ends its own long report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": sentence, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
 
 
 def _share_cores() -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.errors import ConfigError, first_line, quoted
+from engine.config.batch import KEYS as BATCH_KEYS
+from engine.config.keys import value_at
+from engine.errors import ConfigError, first_line, quoted, short
 from engine.zero.geometry import Sharding, reduced_once
 
 # Settings of zero_optimization with which DeepSpeed sends something else.
@@ -87,12 +89,12 @@ def check_deepspeed(settings: Mapping[str, Any]) -> None:
     """Let DeepSpeed read its own keys before anything is built, and name the one it does not take."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    with _named_refusals():
+    with _named_refusals(settings=settings):
         DeepSpeedConfig(dict(settings))
 
 
 @contextlib.contextmanager
-def _named_refusals(block: str | None = None) -> Iterator[None]:
+def _named_refusals(block: str | None = None, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
     """A ConfigError with the key that DeepSpeed's reader refused, in `block` or in the block of the reader."""
     try:
         yield
@@ -100,11 +102,34 @@ def _named_refusals(block: str | None = None) -> Iterator[None]:
         first = error.errors()[0]
         where = block or error.title.removeprefix("DeepSpeed").removesuffix("Config").lower()
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f'DeepSpeed does not accept "{key}" in {where} ({first["msg"]})') from None
+        raise ConfigError(f'DeepSpeed does not accept "{short(key)}" in {where} ({short(first["msg"], 300)})') from None
     except Exception as error:  # its readers raise whatever a wrong value leads to
-        raise ConfigError(
-            f"DeepSpeed does not accept this config ({type(error).__name__}: {first_line(error)})"
-        ) from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        key = None if settings is None else _culprit(settings)
+        what = "this config" if key is None else f"{key}, which is {quoted(value_at(settings or {}, key))}"
+        raise ConfigError(f"DeepSpeed does not accept {what} ({reason})") from None
+
+
+def _culprit(settings: Mapping[str, Any]) -> str | None:
+    """The key without which DeepSpeed accepts the config: of a block, or of a value in it."""
+    for block, content in settings.items():
+        if block in BATCH_KEYS or not _accepted({key: value for key, value in settings.items() if key != block}):
+            continue
+        for key in content if isinstance(content, Mapping) else ():
+            if _accepted({**settings, block: {other: content[other] for other in content if other != key}}):
+                return f"{block}.{key}"
+        return block
+    return None
+
+
+def _accepted(settings: Mapping[str, Any]) -> bool:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(dict(settings))
+    except Exception:  # as above
+        return False
+    return True
 
 
 def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulation: int) -> CommunicationSettings:
