@@ -30,13 +30,12 @@ def check_parts(config: DetectorConfig) -> None:
         return
     try:
         with quiet(), building(config.origin), torch.device("meta"):
-            backbone = MODELS.build(dictionary.backbone).eval()
-            maps = _run(backbone, torch.empty(1, 3, SIDE, SIDE))
+            maps = _run(MODELS.build(dictionary.backbone), torch.empty(1, 3, SIDE, SIDE))
     except Exception:  # build_detector reports what cannot be built; kernels without a meta version are no fault
         return
     try:
         with quiet(), building(config.origin), torch.device("meta"):
-            neck = MODELS.build(dictionary.neck).eval()
+            neck = MODELS.build(dictionary.neck)
     except Exception:  # as above
         return
     given, wanted = [map.shape[1] for map in maps], dictionary.neck.get("in_channels")
@@ -53,6 +52,7 @@ def check_parts(config: DetectorConfig) -> None:
 
 @torch.no_grad()
 def _run(module: nn.Module, inputs: Any) -> Any:
+    module.eval()
     return module(inputs)
 
 

@@ -101,6 +101,7 @@ def _named_refusals(block: str | None = None, settings: Mapping[str, Any] | None
     except ValidationError as error:
         first = error.errors()[0]
         where = block or error.title.removeprefix("DeepSpeed").removesuffix("Config").lower()
+        where = "zero_optimization" if where == "zero" else where
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f'DeepSpeed does not accept "{short(key)}" in {where} ({short(first["msg"], 300)})') from None
     except Exception as error:  # its readers raise whatever a wrong value leads to
