@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import short
 
 MOST_LEVELS = 64
-MOST_VALUES = 5_000_000  # the manifest of a billion parameters has some ten thousand
+MOST_VALUES = 1_000_000  # the manifest of a billion parameters has some ten thousand
 MOST_BYTES = 1 << 28
 # torch, numpy and DeepSpeed take whole numbers of 64 bits.
 MOST_WHOLE = 2**63 - 1
@@ -46,21 +46,21 @@ def parse_json(text: str | bytes) -> Any:
     return plain(value)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, *, most_values: int = MOST_VALUES) -> Any:
     """A copy that consists of dictionaries with text as keys, lists, text, numbers, true, false and null."""
-    return _Copier().copy(value, level=0)
+    return _Copier(most_values).copy(value, level=0)
 
 
 class _Copier:
-    def __init__(self) -> None:
-        self.values = 0
+    def __init__(self, most_values: int) -> None:
+        self.values, self.most_values = 0, most_values
 
     def copy(self, value: Any, *, level: int) -> Any:
         self.values += 1
         if level > MOST_LEVELS:
             raise JsonError(_too_deep())
-        if self.values > MOST_VALUES:  # also the end of a dictionary that contains the same one many times over
-            raise JsonError(f"holds more than {MOST_VALUES} values")
+        if self.values > self.most_values:  # also the end of a dictionary that contains the same one many times over
+            raise JsonError(f"holds more than {self.most_values} values")
         if isinstance(value, dict):
             return {self.key(key): self.copy(item, level=level + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

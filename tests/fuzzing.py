@@ -1,4 +1,4 @@
-"""Seeded mutants of configs, overrides, manifests and carried configs, each labelled beforehand, and what became of them.
+"""Seeded mutants of configs, overrides, manifests and carried configs, labelled beforehand, and what became of them.
 
 A mutant is refused with a UserError, or accepted and then means what it says. Anything else is a fault: another
 exception, more than `LIMIT` seconds, an accepted value that is not in the result, code that runs.
@@ -362,7 +362,7 @@ def _audit(event: str, arguments: Any) -> None:
         return
     if event in _WATCHED or (event == "import" and str(arguments[0]).startswith(TRAP)):
         _HARM.append(f"{event} {arguments!r:.100}")
-    elif event == "open" and str(arguments[0]).endswith(("x.py", "x.pth", "x.yaml", "/etc/passwd")):
+    elif event == "open" and Path(str(arguments[0])).name in ("x.py", "x.pth", "x.yaml", "passwd"):
         _HARM.append(f"open {arguments[0]}")
 
 

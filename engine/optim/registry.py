@@ -84,6 +84,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
         raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {quoted(lr)}")
     rule = find_rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
+    if isinstance(weight_decay, bool) or not isinstance(weight_decay, (int, float)):
+        raise ConfigError(f"optimizer.params.weight_decay must be a number, got {quoted(weight_decay)}")
     modulated = is_modulated(config.type)
     modules = options.pop("modules", None) if modulated else None
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):

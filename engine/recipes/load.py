@@ -13,6 +13,8 @@ from engine.errors import ConfigError
 from engine.plain_json import JsonError, plain
 from engine.recipes.filling import fill_recipe
 
+MOST_VALUES = 100_000  # of a config: the longest shipped one has a hundred
+
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of the user's file, or of a shipped file by name, after `KEY=VALUE` overrides."""
@@ -30,7 +32,7 @@ def parse_config(data: dict[str, Any], *, origin: Origin = Origin.FILE, source: 
     Unless `origin` says that the user wrote it, it is checked as one that arrived inside the file `source`.
     """
     try:
-        data = plain(data)
+        data = plain(data, most_values=MOST_VALUES)
     except JsonError as error:
         raise ConfigError(f"the config of {source} {error}") from None
     check_names(data, BLOCKS)
@@ -47,7 +49,7 @@ def carried_config(data: Any, source: str, overrides: Sequence[str] = (), *, ori
     `origin` is USER if the user said that the file's author is trusted (`--trust-config`).
     """
     try:
-        data = plain(data)
+        data = plain(data, most_values=MOST_VALUES)
     except JsonError as error:
         raise ConfigError(f"the config that {source} carries {error}") from None
     if not isinstance(data, dict):
