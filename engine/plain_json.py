@@ -117,4 +117,4 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(word: str) -> Any:
-    raise JsonError(f"holds {word}, which is not JSON, and no setting takes it: give a finite number")
+    raise JsonError(f"is refused: {word} is not JSON, and no setting takes it, so give a finite number")

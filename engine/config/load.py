@@ -138,7 +138,7 @@ def _one_sentence(error: ValidationError) -> str:
     if kind == "missing":
         return f'the key "{where}" is missing'
     if kind == "value_error":
-        return short(context["error"], 600)
+        return short(str(context["error"]), 600)
     if kind == "literal_error":
         return f"{where} must be one of {context['expected']}, got {quoted(given)}"
     if kind in _EXPECTED:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.keys import split_key, value_at
+from engine.config.optimizer_names import spelled
 from engine.config.schema import RunConfig
 from engine.errors import ConfigError, nearest, quoted, short
 from engine.recipes import Recipe, Setting, find_recipe, recipe_names
@@ -155,6 +156,8 @@ def _own(data: Mapping[str, Any], key: str, recipe: Recipe, batch: int) -> Any:
     """The user's value if it differs from the recipe's, else None."""
     given = value_at(data, key)
     theirs = next(setting.value for setting in recipe.settings(batch) if setting.key == key)
+    if key == "optimizer.type" and isinstance(given, str):
+        given = spelled(given)
     return given if given not in (None, AUTO, theirs) else None
 
 
