@@ -123,7 +123,7 @@ def _tell_torchrun(sentence: str) -> None:
     """Write the sentence where torchrun looks for a rank's error: it ends its own long report with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        message = {"message": sentence, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+        message = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))
 

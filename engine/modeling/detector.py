@@ -31,7 +31,7 @@ def config_path(name: str, origin: Origin) -> Path:
         return Path(name).expanduser()
     known = list(zoo_configs())
     raise ConfigError(
-        f'detector.config "{short(name)}" is not a file, not in the zoo ({", ".join(known)}), and does not '
+        f'detector.config "{short(name, 200)}" is not a file, not in the zoo ({", ".join(known)}), and does not '
         f'begin with "mmdet::"{nearest(name, known)}'
         + ("" if origin is Origin.USER else "; a config that a file carries may name no file")
     )

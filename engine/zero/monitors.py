@@ -39,4 +39,4 @@ def _check_folder(block: str, content: Mapping[str, Any]) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{block}.output_path: {short(str(folder))} cannot be written: {reason}") from None
+        raise ConfigError(f"{block}.output_path: {short(str(folder), 300)} cannot be written: {reason}") from None
