@@ -56,8 +56,7 @@ def _problems(config: Any) -> Iterator[str]:
     name = config.detector.config
     if not any(form.fullmatch(name) for form in (_ZOO_NAME, _MMDET_NAME, _TIMM_NAME)):
         yield (
-            f'detector.config is "{short(name, 200)}", which is no name of the zoo, of mmdet:: or of timm:: '
-            "but a file"
+            f'detector.config is "{short(name, 200)}", which is no name of the zoo, of mmdet:: or of timm:: but a file'
         )
     yield from outside(config.detector.options, "detector.options")
     yield from outside(config.data.augmentation, "data.augmentation")

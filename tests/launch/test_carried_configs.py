@@ -1,6 +1,7 @@
 """Files made by an attacker: every way in that was found, through each kind of file and each command that obeys one.
 
-The first five ran code before configs in files were checked, with exit code 0 and normal output.
+Before configs in files were checked, 21 of the 31 ran code, most of them with exit code 0 and normal output. The others
+failed late, or chose where the run writes and whom it tells.
 """
 
 from __future__ import annotations
