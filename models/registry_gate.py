@@ -74,7 +74,7 @@ def close_registries() -> None:
         if scheme:
             checkpoint.CheckpointLoader._schemes[scheme] = _no_download
     # A module's own `eval` comes before Python's.
-    nms = sys.modules["mmcv.ops.nms"]
+    nms: Any = sys.modules["mmcv.ops.nms"]
     operators = {name: getattr(nms, name) for name in ("nms", "soft_nms", "nms_match", "nms_rotated", "nms_quadri")}
     nms.eval = functools.partial(_by_name, "nms.type", operators)
     modes = {f"cv2.MOTION_{name}": number for number, name in enumerate(_MOTIONS)}

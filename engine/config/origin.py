@@ -73,8 +73,8 @@ def outside(node: Any, where: str) -> Iterator[str]:
                 yield f"{short(place)} is set, with which files or modules are loaded"
             yield from outside(value, place)
     elif isinstance(node, (list, tuple)):
-        for place, value in enumerate(node):
-            yield from outside(value, f"{where}[{place}]")
+        for number, value in enumerate(node):
+            yield from outside(value, f"{where}[{number}]")
     elif isinstance(node, str) and _PATH.search(node):
         yield f'{short(where)} is "{short(node)}", which is the name of a file or a place'
     elif node is not None and not isinstance(node, (str, int, float)):
@@ -99,7 +99,7 @@ def _texts(node: Any, where: str) -> Iterator[tuple[str, str]]:
         for key, value in node.items():
             yield from _texts(value, f"{where}.{key}")
     elif isinstance(node, (list, tuple)):
-        for place, value in enumerate(node):
-            yield from _texts(value, f"{where}[{place}]")
+        for number, value in enumerate(node):
+            yield from _texts(value, f"{where}[{number}]")
     elif isinstance(node, str):
         yield where, node

@@ -260,7 +260,9 @@ class ParamwiseConfig(Block):
 
 
 class SamConfig(Block):
-    rho: float = Field(0.05, gt=0, description="distance from the weights (L2 norm) at which the gradient is taken")
+    rho: float = Field(
+        0.05, gt=0, le=1e6, description="distance from the weights (L2 norm) at which the gradient is taken"
+    )
 
 
 class OptimizerConfig(Block):

@@ -126,8 +126,8 @@ def _weight_files(node: Any, where: str) -> Iterator[str]:
                 yield place
             yield from _weight_files(value, place)
     elif isinstance(node, (list, tuple)):
-        for place, value in enumerate(node):
-            yield from _weight_files(value, f"{where}[{place}]")
+        for number, value in enumerate(node):
+            yield from _weight_files(value, f"{where}[{number}]")
 
 
 def _walk(node: Any) -> Iterator[dict]:

@@ -88,6 +88,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
     if isinstance(weight_decay, bool) or not isinstance(weight_decay, (int, float)):
         raise ConfigError(f"optimizer.params.weight_decay must be a number, got {quoted(weight_decay)}")
+    if options.get("differentiable"):
+        raise ConfigError("optimizer.params.differentiable is refused: a run takes no gradient through its steps")
     modulated = is_modulated(config.type)
     modules = options.pop("modules", None) if modulated else None
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):

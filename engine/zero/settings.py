@@ -106,8 +106,8 @@ def _named_refusals(block: str | None = None, settings: Mapping[str, Any] | None
         raise ConfigError(f'DeepSpeed does not accept "{short(key)}" in {where} ({short(first["msg"], 300)})') from None
     except Exception as error:  # its readers raise whatever a wrong value leads to
         reason = f"{type(error).__name__}: {first_line(error)}"
-        key = None if settings is None else _culprit(settings)
-        what = "this config" if key is None else f"{key}, which is {quoted(value_at(settings or {}, key))}"
+        culprit = None if settings is None else _culprit(settings)
+        what = f"{culprit}, which is {quoted(value_at(settings or {}, culprit))}" if culprit else "this config"
         raise ConfigError(f"DeepSpeed does not accept {what} ({reason})") from None
 
 
