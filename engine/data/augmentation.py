@@ -39,6 +39,10 @@ def _build(transforms: Any, step: dict[str, Any], where: str) -> Any:
     kind = step.get("type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError(f'{where} must name a transform, such as {{"type": "RandomCrop", ...}}, got {short(step)}')
+    if kind == "PackDetInputs":
+        raise ConfigError(
+            f"{where}: PackDetInputs is the last step of every pipeline and is added by itself: remove it"
+        )
     try:
         return transforms.build(dict(step))
     except Exception as error:  # a transform may raise anything

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.config.origin import Origin
 from engine.config.schema import DetectorConfig
 from engine.data.types import Classes
 from engine.errors import ConfigError, first_line, short
@@ -40,13 +41,40 @@ def check_parts(config: DetectorConfig) -> None:
         return
     given, wanted = [map.shape[1] for map in maps], dictionary.neck.get("in_channels")
     try:
-        _run(neck, tuple(maps))
+        maps = _run(neck, tuple(maps))
     except Exception as error:
         if _fits(given, wanted):  # another fault than the channels, or a kernel without a meta version
             return
         raise ConfigError(
             f"detector.options: neck.in_channels is {short(wanted)}, but the backbone ({_words(dictionary.backbone)}) "
             f"gives maps of {given} channels: change one of them ({first_line(error)})"
+        ) from None
+    for name in ("rpn_head", "bbox_head"):
+        _check_head(dictionary, name, maps, config.origin)
+
+
+def _check_head(dictionary: Any, name: str, maps: Any, origin: Origin) -> None:
+    """A dense head on the neck's maps."""
+    from mmdet.registry import MODELS  # here: import_mmdet comes first
+
+    head = dictionary.get(name)
+    if not isinstance(head, dict) or not isinstance(head.get("in_channels"), int):
+        return
+    given = sorted({map.shape[1] for map in maps if isinstance(map, torch.Tensor)})
+    try:
+        with quiet(), building(origin), torch.device("meta"):
+            built = MODELS.build({**({"num_classes": 1} if name == "rpn_head" else {}), **head})
+    except Exception:  # as above
+        return
+    try:
+        _run(built, tuple(maps))
+    except Exception as error:
+        if given == [head.in_channels]:  # as above
+            return
+        raise ConfigError(
+            f"detector.options: {name}.in_channels is {head.in_channels}, but the neck ({dictionary.neck.type}, "
+            f"out_channels {short(dictionary.neck.get('out_channels'))}) gives maps of {given} channels: change one of "
+            f"them ({first_line(error)})"
         ) from None
 
 

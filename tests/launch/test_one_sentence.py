@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forking import LAUNCHER, environment
-from tiny_run import TINY, merged
+from tiny_run import TINY, merged, train_tiny
 
 from models.mmdet_setup import import_mmdet
 
@@ -52,6 +52,9 @@ def options(**changes):
         ),
         (options(neck__in_channels=[8, 99]), r"neck.in_channels is \[8, 99\].*\[8, 16\] channels"),
         (options(backbone__out_indices=[1]), r"neck.in_channels is \[8, 16\].*out_indices \[1\].*\[16\] channels"),
+        (options(neck__out_channels=17), r"bbox_head.in_channels is 16, .* \(FPN, out_channels 17\) .*\[17\]"),
+        (options(bbox_head__in_channels=99), r"bbox_head.in_channels is 99, .* \(FPN, out_channels 16\)"),
+        ({"data": {"augmentation": [{"type": "PackDetInputs"}]}}, "added by itself: remove it"),
         (
             options(backbone__init_cfg={"type": "Pretrained", "checkpoint": "torchvision://resnet18"}),
             "backbone.init_cfg would load weights by itself: .* detector.load_from",
@@ -63,6 +66,26 @@ def test_a_model_or_transform_that_cannot_work_is_told_before_the_data(changes, 
     with pytest.raises(ConfigError, match=words) as caught:
         task_of(parse_config(merged(changes), origin=Origin.USER)).check()
     assert "\n" not in str(caught.value)
+
+
+def first_pass(changes):
+    try:
+        train_tiny(changes)
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def test_what_is_seen_in_the_first_pass_only_is_a_sentence_too(ranks):
+    for changes, words in (
+        (
+            options(bbox_head__anchor_generator__strides=[4]),
+            "cannot compute a loss for the first batch .AssertionError",
+        ),
+        (options(data_preprocessor__pad_size_divisor=0), "for the first batch .ZeroDivisionError"),
+        (options(neck__out_channels=0), "cannot be initialised with these options .ZeroDivisionError"),
+    ):
+        assert re.search(words, ranks.run(first_pass, 1, changes)[0])
 
 
 def test_what_fits_passes():
