@@ -65,6 +65,15 @@ def check_values(config: dict[str, Any]) -> None:
             raise ConfigError(f'{key} must be an object such as {{"enabled": true}}, got {quoted(block)}')
     if config.get("bf16", config.get("bfloat16", {})).get("enabled") and config.get("fp16", {}).get("enabled"):
         raise ConfigError("bf16 and fp16 are both enabled: choose one")
+    for key in ("gradient_predivide_factor", "steps_per_print"):  # DeepSpeed divides by them in the first step
+        number = config.get(key)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or number <= 0):
+            raise ConfigError(f"{key} must be a number above 0, got {quoted(number)}")
+    types = config.get("data_types", {})
+    if not isinstance(types, dict) or types.keys() - {"grad_accum_dtype"}:  # DeepSpeed ignores other keys
+        raise ConfigError(f'data_types must be an object such as {{"grad_accum_dtype": "fp32"}}, got {quoted(types)}')
+    if config.get("datastates_ckpt"):
+        raise ConfigError("datastates_ckpt is refused: checkpoints are written by this program")
     clipping = config.get("gradient_clipping", 0.0)
     if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not 0 <= clipping < float("inf"):
         raise ConfigError(f"gradient_clipping must be a number >= 0 (0 means none), got {quoted(clipping)}")

@@ -27,18 +27,18 @@ PAPER = Path("paper")  # folder in ds_configs with a file for every row of the p
 
 def find_config(name: str) -> Path:
     """The file at a path, or a file of the installed `ds_configs` by name, with or without `.json`."""
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = _expand(name)
+    if _is_file(path):
         return path
     # Only without a folder: a typo in the path of the user's own quickstart.json must not run ours.
     inside = path.relative_to("ds_configs") if path.is_relative_to("ds_configs") else path
     for folder in ds_configs.__path__ if inside.parent in (Path("."), PAPER) else ():
         for candidate in (Path(folder) / inside, Path(folder) / f"{inside}.json"):
-            if candidate.is_file():
+            if _is_file(candidate):
                 return candidate
     shipped, rows = _shipped("*.json"), _shipped(f"{PAPER}/*.json")
     raise ConfigError(
-        f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
+        f'config "{short(name, 200)}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
         f"paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}"
     )
 
@@ -178,7 +178,7 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
             splits[name] = split.model_copy(update=update)
         data = data.model_copy(update={**splits, "root": ""})
     detector, run = config.detector, config.run
-    if detector.config.endswith(".py") and _expand(detector.config).is_file():
+    if detector.config.endswith(".py") and _is_file(_expand(detector.config)):
         detector = detector.model_copy(update={"config": str(_expand(detector.config).resolve())})
     if detector.load_from:
         detector = detector.model_copy(update={"load_from": str(_expand(detector.load_from).resolve())})
@@ -188,4 +188,14 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _expand(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+    try:
+        return Path(os.path.expandvars(path)).expanduser()
+    except RuntimeError:
+        raise ConfigError(f'the path "{short(path, 200)}" begins with the home of a user that does not exist') from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
+        return False

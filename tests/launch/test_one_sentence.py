@@ -21,7 +21,7 @@ from engine.config.optimizer_names import spelled  # noqa: E402
 from engine.config.origin import Origin  # noqa: E402
 from engine.distributed import adopt_launcher_environment  # noqa: E402
 from engine.errors import ConfigError, UserError, short  # noqa: E402
-from engine.optim.registry import OURS, find_rule  # noqa: E402
+from engine.optim.registry import OURS, build_optimizer, find_rule  # noqa: E402
 from engine.recipes.load import load_config, parse_config  # noqa: E402
 from engine.tasks.registry import task_of  # noqa: E402
 from engine.zero.monitors import check_monitors  # noqa: E402
@@ -121,6 +121,41 @@ def test_an_override_beyond_the_limits(value):
         apply_override({}, f"run.seed={value}")
     assert len(str(caught.value)) < 400
     str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("steps_per_print=0", "steps_per_print must be a number above 0"),
+        ("gradient_predivide_factor=0", "gradient_predivide_factor must be a number above 0"),
+        ('data_types={"grad_acum_dtype": "fp32"}', "data_types must be an object such as"),
+        ("run.work_dir=~nosuchuser/x", "the home of a user that does not exist"),
+        ("optimizer.sam.rho=1e300", "optimizer.sam.rho must be at most"),
+        ("name=../x", "name must be a plain file name"),
+    ],
+)
+def test_well_typed_but_insane_values(override, words):
+    data = merged({})
+    apply_override(data, override)
+    with pytest.raises(ConfigError, match=words):
+        parse_config(data, origin=Origin.USER)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nosuchuser/x", "a\0b"])
+def test_a_config_of_an_impossible_name(name):
+    with pytest.raises(ConfigError) as caught:
+        load_config(name)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "changes", [{"params": {"lr": 1e300}}, {"params": {"lr": 0.1, "differentiable": True}},
+                {"params": {"lr": 0.1, "weight_decay": {"a": 1}}}, {"paramwise": {"lr_mult": {"backbone": 1e300}}}]
+)  # fmt: skip
+def test_numbers_that_torch_cannot_compute_with(changes):
+    config = parse_config(merged({"optimizer": changes})).optimizer
+    with pytest.raises(ConfigError, match="beyond 1e\\+38|refused|must be a number"):
+        build_optimizer(config, torch.nn.ModuleDict({"backbone": torch.nn.Linear(1, 1)}), warmup_steps=0)
 
 
 def test_a_byte_order_mark_is_read(tmp_path):
