@@ -38,8 +38,8 @@ def find_config(name: str) -> Path:
                 return candidate
     shipped, rows = _shipped("*.json"), _shipped(f"{PAPER}/*.json")
     raise ConfigError(
-        f'config "{short(name, 200)}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
-        f"paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}"
+        f'config "{short(name, 200)}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of '
+        f"the paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}"
     )
 
 

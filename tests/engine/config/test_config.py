@@ -263,9 +263,9 @@ VALUES = {
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_the_saved_config_is_the_config(values):
     data = changed(*(f"{key}={json.dumps(value)}" for key, value in values.items()))
-    config = parse_config(data)
+    config = parse_config(data, origin=Origin.USER)
     through_file = json.loads(json.dumps(config.to_json()))
-    assert parse_config(through_file) == config
+    assert parse_config(through_file, origin=Origin.USER) == config
     for key, value in values.items():
         node = through_file
         for part in key.split("."):
