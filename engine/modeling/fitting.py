@@ -69,10 +69,10 @@ def _check_head(dictionary: Any, name: str, maps: Any, origin: Origin) -> None:
     try:
         _run(built, tuple(maps))
     except Exception as error:
-        if given == [head.in_channels]:  # as above
+        if given == [head["in_channels"]]:  # as above
             return
         raise ConfigError(
-            f"detector.options: {name}.in_channels is {head.in_channels}, but the neck ({dictionary.neck.type}, "
+            f"detector.options: {name}.in_channels is {head['in_channels']}, but the neck ({dictionary.neck.type}, "
             f"out_channels {short(dictionary.neck.get('out_channels'))}) gives maps of {given} channels: change one of "
             f"them ({first_line(error)})"
         ) from None
