@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.errors import UserError
+from engine.errors import UserError, quoted
 
 _control_group: Any = None
 
@@ -26,9 +26,12 @@ _control_group: Any = None
 def adopt_launcher_environment() -> None:
     """Fill in torch's rendezvous variables from Slurm, or for a single process."""
     env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
+    if "RANK" in env or "WORLD_SIZE" in env:
         env.setdefault("LOCAL_RANK", "0")
+        _check_launcher()
         return
+    for name in ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"):
+        _number(name, default=1)
     if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
         first_host = _first_slurm_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost"))
         # All ranks of a job compute the same port; two jobs on one node rarely get the same one.
@@ -38,6 +41,36 @@ def adopt_launcher_environment() -> None:
         env.setdefault("MASTER_PORT", str(port))
         return
     env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+
+
+def _check_launcher() -> None:
+    """Refuse variables of a launcher that are half set: the ranks would wait for each other, or train alone."""
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    _number("LOCAL_RANK")
+    if world < 1 or not 0 <= rank < world:
+        raise UserError(f"RANK is {rank} and WORLD_SIZE is {world}: RANK must be from 0 to WORLD_SIZE - 1")
+    if world > 1 and not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"WORLD_SIZE is {world} but MASTER_ADDR is not set: ranks cannot find each other{_ADVICE}")
+    if world > 1 or "MASTER_PORT" in os.environ:
+        port = _number("MASTER_PORT")
+        if not 0 < port < 65536:
+            raise UserError(f"MASTER_PORT must be from 1 to 65535, got {port}")
+    else:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+
+
+_ADVICE = ": use a launcher (deepspeed, torchrun, srun), or unset RANK, WORLD_SIZE and LOCAL_RANK for one process"
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise UserError(f"a launcher's variables are half set: {name} is missing{_ADVICE}")
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise UserError(f"{name} must be a whole number, got {quoted(text)}{_ADVICE}")
+    return int(text)
 
 
 def _first_slurm_host(nodes: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from engine import heartbeat, launcher
-from engine.errors import UserError
+from engine.errors import UserError, short
 
 USER_ERROR = 2
 LEFT_OUT = 3  # done, but without what the messages name
+LONGEST = 2000  # letters of a message: no mistake needs more, and a value may be of any length
 # Launchers end all ranks of a node when one exits, so the other ranks wait until the error is printed.
 WAIT_FOR_MESSAGE = 5.0
 
@@ -53,7 +55,24 @@ def add_model_arguments(arguments: argparse.ArgumentParser) -> None:
         ".safetensors file of the model",
     )
     add_config_arguments(arguments, required=False)
+    add_trust_argument(arguments)
     arguments.add_argument("--ema", action="store_true", help="the averaged weights of a checkpoint folder (run.ema)")
+
+
+def add_trust_argument(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument(
+        "--trust-config",
+        action="store_true",
+        help="obey the config inside the checkpoint or file as one of your own, also where it names Python files or "
+        "classes by import path: it is then code of its author (docs/security.md)",
+    )
+
+
+def origin_of(options: argparse.Namespace) -> Any:
+    """How far the user trusts the config that a checkpoint or weight file carries."""
+    from engine.config.origin import Origin  # here: --help must not wait for pydantic
+
+    return Origin.USER if options.trust_config else Origin.FILE
 
 
 def load_model(options: argparse.Namespace) -> Any:
@@ -66,7 +85,9 @@ def load_model(options: argparse.Namespace) -> Any:
     init_distributed()
     watch_ranks()
     with distributed.together():
-        return load.load_model(options.checkpoint, options.deepspeed_config, options.set, ema=options.ema)
+        return load.load_model(
+            options.checkpoint, options.deepspeed_config, options.set, ema=options.ema, origin=origin_of(options)
+        )
 
 
 def watch_ranks() -> None:
@@ -102,12 +123,14 @@ def run_command(body: Callable[[], None]) -> None:
     _share_cores()
     from engine.distributed import adopt_launcher_environment  # here: torch creates its threads when it is imported
 
-    adopt_launcher_environment()
     try:
+        adopt_launcher_environment()
         body()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+        sentence = f"error: {short(' '.join(str(error).splitlines()), LONGEST)}"
+        _tell_torchrun(sentence)
+        if os.environ.get("LOCAL_RANK", "0") in ("0", ""):
+            print(sentence, file=sys.stderr, flush=True)
         else:
             time.sleep(WAIT_FOR_MESSAGE)
         leave(USER_ERROR)
@@ -150,6 +173,15 @@ class LastingOutput:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """Write the sentence where torchrun looks for a rank's error: it ends its own long report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
 
 
 def _share_cores() -> None:

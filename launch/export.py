@@ -11,7 +11,7 @@ For a detector an mmdet config is written too (here detector.py), for mmdet's in
 import argparse
 from pathlib import Path
 
-from launch.command import parser, run_command
+from launch.command import add_trust_argument, origin_of, parser, run_command
 
 
 def main() -> None:
@@ -32,6 +32,7 @@ def main() -> None:
         action="store_true",
         help="write the complete training state in DeepSpeed's universal format, parameter by parameter",
     )
+    add_trust_argument(arguments)
     options = arguments.parse_args()
     run_command(lambda: _export(options))
 
@@ -45,7 +46,9 @@ def _export(options: argparse.Namespace) -> None:
     if options.universal:
         export_universal(options.checkpoint, Path(options.out))
         return
-    written = export_weights(options.checkpoint, Path(options.out), ema=options.ema, dtype=options.dtype)
+    written = export_weights(
+        options.checkpoint, Path(options.out), ema=options.ema, dtype=options.dtype, origin=origin_of(options)
+    )
     print(f"written {', '.join(str(path) for path in written)}", flush=True)
 
 

@@ -29,7 +29,9 @@ from launch.command import (
     USER_ERROR,
     LastingOutput,
     add_config_arguments,
+    add_trust_argument,
     leave,
+    origin_of,
     parser,
     run_command,
     watch_ranks,
@@ -64,6 +66,7 @@ def train_arguments() -> argparse.ArgumentParser:
         help="resume from the newest complete checkpoint of the work dir or of DIR, or from DIR/TAG; "
         "with DIR the saved config is used if none is given",
     )
+    add_trust_argument(arguments)
     arguments.add_argument(
         "--dry-run",
         action="store_true",
@@ -155,7 +158,7 @@ def _train(options: argparse.Namespace) -> None:
     watch_ranks()
     if options.deepspeed_config is None:
         with distributed.together():
-            config = saved_config(options.resume, overrides)
+            config = saved_config(options.resume, overrides, origin=origin_of(options))
     resume = None if options.resume is None else Resume(options.resume or None)
     try:
         train(config, resume)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 
 from models.mmcv_kernels import install
+from models.registry_gate import close_registries
 
 
 @contextlib.contextmanager
@@ -36,3 +37,4 @@ def import_mmdet() -> None:
 
         register_all_modules(init_default_scope=True)
         import models.registry  # noqa: F401
+    close_registries()

@@ -12,6 +12,9 @@ from mmengine.model import BaseModule
 
 from models.batch_norm import keep_statistics
 
+# Arguments of timm.create_model with which it reads files or downloads.
+_FROM_FILES = {"pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+
 
 @MODELS.register_module()
 class TimmBackbone(BaseModule):
@@ -31,6 +34,8 @@ class TimmBackbone(BaseModule):
         **options: Any,
     ) -> None:
         super().__init__(init_cfg)
+        for option in _FROM_FILES & options.keys():
+            raise ValueError(f"TimmBackbone takes no {option}: weights come from detector.load_from")
         if not timm.is_model(model_name):
             import difflib
 

@@ -46,6 +46,7 @@ def exhaustive(request: pytest.FixtureRequest) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the full matrices marked `exhaustive`")
+    parser.addoption("--fuzz", type=int, default=150, metavar="N", help="how many mutants of each kind are tried")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 # rooms of one file.
 ROOMS = (
     "errors",
+    "plain_json",
     "files",
     "folder_lock",
     "launcher",

@@ -73,6 +73,7 @@ def train_tiny(
     import io
 
     from engine import distributed, preemption
+    from engine.config.origin import Origin
     from engine.recipes.load import parse_config
     from engine.train import after_step, loop
     from engine.train.work_dir import Resume
@@ -95,7 +96,7 @@ def train_tiny(
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             metrics = loop.train(
-                parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes))),
+                parse_config(merged({"run": {"work_dir": work_dir}}, merged(changes)), origin=Origin.USER),
                 None if resume is None else Resume(resume or None),
             )
     except after_step.Preempted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,13 +56,25 @@ def newest(folder: Path, say: Callable[[str], None], *, contents: bool = True) -
     return newest(folder, say, contents=contents) if steps else None
 
 
+def _tag_in(path: Path) -> str:
+    """The tag in a file `latest` or `best`: the name of a folder beside it, and no path."""
+    try:
+        with open(path, "rb") as file:
+            tag = file.read(100).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        tag = ""
+    if not re.fullmatch(r"step-\d{6,}", tag):
+        raise CheckpointError(f'{path} does not hold a tag such as "step-000384": name the folder instead')
+    return tag
+
+
 def find_checkpoint(
     name: str | Path, say: Callable[[str], None] = lambda _: None, *, contents: bool = True
 ) -> Checkpoint:
     """The newest checkpoint of a work dir or `checkpoints` folder, or the one that is named."""
     path = Path(name).expanduser().absolute()
     if path.name in (store.LATEST, store.BEST) and path.is_file():  # files that hold a tag, as DeepSpeed writes them
-        path = path.with_name(path.read_text().strip() or "nothing")
+        path = path.with_name(_tag_in(path))
     # Rank 0 decides: ranks that took different branches would wait for each other for ever.
     exists, is_one = distributed.broadcast_object(
         (path.is_dir(), (path / MANIFEST).exists() or path.name.startswith("step-"))

@@ -13,7 +13,7 @@ from engine import distributed
 from engine.checkpoints import store
 from engine.checkpoints.finding import Checkpoint, find_checkpoint
 from engine.checkpoints.zero_folder import EMA
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, short
 from engine.modeling.weights import LoadReport, Stored, WeightsError, fit_weights, read_file
 from engine.zero.stored import WEIGHTS
 
@@ -50,11 +50,17 @@ def state_dict(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Stored
             f"checkpoint {checkpoint.folder} holds no averaged weights: train with run.ema to have them"
         )
     state = EMA if ema else WEIGHTS
+    checkpoint.check_shapes()
 
     def stored(name: str, shape: tuple[int, ...]) -> Stored:
         return Stored(shape, lambda: checkpoint.read(name, state, 0, math.prod(shape)).view(shape))
 
     tensors: dict[str, Stored | Tensor] = {name: stored(name, shape) for name, shape in checkpoint.parameters.items()}
     tensors.update(checkpoint.untrained())
-    tensors.update({alias: tensors[name] for alias, name in checkpoint.aliases.items()})  # frozen ones have aliases too
+    for alias, name in checkpoint.aliases.items():  # frozen ones have aliases too
+        if name not in tensors:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.folder} has no {short(name)}, another name of {short(alias)}"
+            )
+        tensors[alias] = tensors[name]
     return tensors

@@ -34,6 +34,7 @@ def restore(state: TrainingState, checkpoint: Checkpoint, progress: Callable[[in
     names = parameter_names(state.engine.module, state.layout)
     with distributed.together():
         _check_fits(state, names, checkpoint)
+        checkpoint.check_shapes()
     with distributed.together():  # no collectives inside: a file that only one rank reads may be damaged
         states = tuple(name for name in checkpoint.states if name != EMA)
         fill(

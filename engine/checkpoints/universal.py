@@ -12,7 +12,7 @@ that read one parameter at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.checkpoints.manifest import NAME as MANIFEST
 from engine.checkpoints.manifest import Manifest
-from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, CheckpointFolder, ZeroFolder
+from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, CheckpointFolder, ZeroFolder, as_described
 from engine.errors import CheckpointError
 from engine.zero.checked_files import FileRecord, read_file, sync_folder, write_file
 from engine.zero.stored import WEIGHTS
@@ -39,17 +39,24 @@ class UniversalFolder(CheckpointFolder):
 
     @cached_property
     def _model_states(self) -> dict[str, Any]:
-        return read_file(self.folder / MODEL_STATES)
+        return self._content(MODEL_STATES)
 
     @property
+    @as_described
     def meta(self) -> dict[str, Any]:
-        return self._model_states[CLIENT_KEY]
+        return dict(self._model_states[CLIENT_KEY])
+
+    @as_described
+    def check_shapes(self) -> None:
+        """CheckpointError if the manifest gives a parameter another shape than the files."""
+        self._check_shapes({name: value.shape for name, value in self._model_states["module"].items()})
 
     @property
     def agvm(self) -> dict[str, Any] | None:
         return self._model_states.get(AGVM_KEY)
 
     @cached_property
+    @as_described
     def states(self) -> tuple[str, ...]:
         first = self._contents(next(iter(self.parameters)))
         return tuple(sorted(key for key, value in first.items() if isinstance(value, dict) and key != WEIGHTS))
@@ -57,17 +64,20 @@ class UniversalFolder(CheckpointFolder):
     def _contents(self, name: str) -> dict[str, Any]:
         prefix = f"zero/{name}/"
         files = [file for file in self.manifest.files if file.startswith(prefix) and "/" not in file[len(prefix) :]]
-        return {Path(file).stem: read_file(self.folder / file) for file in files}
+        return {Path(file).stem: self._content(file) for file in files}
 
+    @as_described
     def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        return read_file(self.folder / "zero" / name / f"{state}.pt")["param"].reshape(-1)[start:stop]
+        return self._content(f"zero/{name}/{state}.pt")["param"].reshape(-1)[start:stop]
 
+    @as_described
     def scalars(self, name: str) -> dict[str, Any]:
         return {key: value for key, value in self._contents(name).items() if not isinstance(value, dict)}
 
-    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+    @as_described
+    def untrained(self) -> list[tuple[str, Tensor]]:
         known = {*self.parameters, *self.aliases}
-        return ((name, value) for name, value in self._model_states["module"].items() if name not in known)
+        return [(name, value) for name, value in self._model_states["module"].items() if name not in known]
 
     def counters(self) -> dict[str, Any]:
         return {key: value for key, value in self._model_states.items() if key != "module"}
@@ -88,6 +98,7 @@ def write_universal(source: ZeroFolder, folder: Path, progress: Callable[[int], 
         files[name] = write_file(path, content)
 
     try:
+        source.check_shapes()
         for name, shape in source.parameters.items():
             count = math.prod(shape)
             for state in (WEIGHTS, *source.states):

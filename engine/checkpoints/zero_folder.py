@@ -7,7 +7,9 @@ more memory than the range needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,29 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.manifest import Manifest
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, first_line, short
 from engine.zero.checked_files import read_file
 from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_elementwise, stored_shards
 from engine.zero.window import CLIENT_STATE_KEY as AGVM_KEY
 
 CLIENT_KEY = "gigadet"
 EMA = "ema"
+
+
+def as_described(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Whoever made a folder's files can put anything into them: what does not fit is a damaged checkpoint."""
+
+    @functools.wraps(method)
+    def reading(self: CheckpointFolder, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise CheckpointError(
+                f"checkpoint {self.folder} does not hold what its manifest says ({reason})"
+            ) from error
+
+    return reading
 
 
 def rank_file(rank: int) -> str:
@@ -36,6 +54,22 @@ class CheckpointFolder:
         self.folder, self.manifest, self.step = folder, manifest, manifest.step
         self.parameters = {name: tuple(shape) for name, shape in manifest.parameters.items()}
         self.aliases = dict(manifest.aliases)
+
+    def _content(self, name: str) -> Any:
+        """A file of the folder. One that the manifest does not list was not checked, and is not read."""
+        if name not in self.manifest.files:
+            raise CheckpointError(f"checkpoint {self.folder} has no {short(name)} in its manifest")
+        return read_file(self.folder / name)
+
+    def _check_shapes(self, stored: Mapping[str, Any]) -> None:
+        """Compare the manifest's shapes with those in the files; a scalar has one dimension in DeepSpeed's."""
+        for name, shape in self.parameters.items():
+            own = tuple(stored.get(name, shape))
+            if (own or (1,)) != (shape or (1,)):
+                raise CheckpointError(
+                    f"checkpoint {self.folder} is damaged: {short(name)} is {shape} in its manifest and {own} in its "
+                    "files"
+                )
 
 
 class ZeroFolder(CheckpointFolder):
@@ -53,21 +87,40 @@ class ZeroFolder(CheckpointFolder):
         return f"ZeRO-{self.manifest.stage}, {self.manifest.world} ranks, {self.manifest.precision}"
 
     @cached_property
+    @as_described
     def meta(self) -> dict[str, Any]:
         """What the run stored: step, config, classes, loss scale."""
-        return self._model_states(0)[CLIENT_KEY]
+        return dict(self._model_states(0)[CLIENT_KEY])
+
+    @as_described
+    def check_shapes(self) -> None:
+        """CheckpointError if the manifest gives a parameter another shape than the files."""
+        states = self._model_states(0)
+        stored = {name: shape for group in states.get("param_shapes") or () for name, shape in group.items()}
+        if self.manifest.stage < 3:
+            stored.update({name: value.shape for name, value in states["module"].items()})
+        self._check_shapes(stored)
+        for name, shape in self.parameters.items():
+            held = sum(stop - start for *_, start, stop in self._places[name])
+            if held != math.prod(shape):
+                raise CheckpointError(
+                    f"checkpoint {self.folder} is damaged: {short(name)} is {shape} in its manifest, but its files "
+                    f"hold {held} numbers of it"
+                )
 
     @property
     def agvm(self) -> dict[str, Any] | None:
         return self._model_states(0).get(AGVM_KEY)
 
     @cached_property
+    @as_described
     def states(self) -> tuple[str, ...]:
         """The states that every parameter has besides its master weights, such as exp_avg, and EMA if it was on."""
         shard = self._shard(*self._places[self._names[0]][0][:2])
         own = tuple(sorted(key for key, value in shard.state.items() if is_elementwise(value, shard.weights)))
         return (*own, EMA) if EMA in self._rank(0) else own
 
+    @as_described
     def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """A range of a flattened parameter, or of one of its states. Do not write to it: it may be a mapped file."""
         parts = []
@@ -80,6 +133,7 @@ class ZeroFolder(CheckpointFolder):
             raise CheckpointError(f"checkpoint {self.folder} does not hold all of {state} of {name}")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    @as_described
     def scalars(self, name: str) -> dict[str, Any]:
         """States with one value for the whole parameter, such as step."""
         rank, shard, *_ = self._places[name][0]
@@ -90,8 +144,12 @@ class ZeroFolder(CheckpointFolder):
             if value is not None and not is_elementwise(value, found.weights)
         }
 
-    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+    @as_described
+    def untrained(self) -> list[tuple[str, Tensor]]:
         """Frozen parameters and buffers by name. Batch-norm statistics that differ between ranks are averaged."""
+        return list(self._untrained())
+
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
         states = self._model_states(0)
         shapes = states.get("frozen_param_shapes") or {}
         joined = self._joined_statistics()
@@ -107,6 +165,7 @@ class ZeroFolder(CheckpointFolder):
             ]
             yield name, torch.cat(parts)[: shape.numel()].view(shape)
 
+    @as_described
     def counters(self) -> dict[str, Any]:
         """What DeepSpeed and the run stored, without tensors of the model's size."""
         return {
@@ -118,12 +177,14 @@ class ZeroFolder(CheckpointFolder):
             "optimizer": None,
         }
 
+    @as_described
     def common_optimizer_state(self) -> dict[str, Any]:
         """The optimizer's param groups, and what DeepSpeed keeps once for all parameters."""
         file = self._file(0, "_optim_states.pt")
-        content = read_file(self.folder / file)["optimizer_state_dict"] if file else self._model_states(0)["optimizer"]
+        content = self._content(file)["optimizer_state_dict"] if file else self._model_states(0)["optimizer"]
         return common_state(content)
 
+    @as_described
     def statistics(self, rank: int) -> dict[str, Tensor]:
         """Batch-norm statistics of one rank; empty if all ranks had the same."""
         return self._rank(rank)["statistics"]
@@ -159,13 +220,13 @@ class ZeroFolder(CheckpointFolder):
                 self.manifest.layout,
                 self._names,
                 self._model_states(rank),
-                read_file(self.folder / file) if file else {},
+                self._content(file) if file else {},
             )
         return self._shards[rank][shard]
 
     def _rank(self, rank: int) -> dict[str, Any]:
         if rank not in self._ranks:
-            self._ranks[rank] = read_file(self.folder / rank_file(rank))
+            self._ranks[rank] = self._content(rank_file(rank))
         return self._ranks[rank]
 
     def _model_states(self, rank: int) -> Mapping[str, Any]:
@@ -175,7 +236,7 @@ class ZeroFolder(CheckpointFolder):
             file = self._file(rank, "_model_states.pt")
             if file is None:
                 raise CheckpointError(f"checkpoint {self.folder} has no model states of rank {rank}")
-            self._model[rank] = read_file(self.folder / file)
+            self._model[rank] = self._content(file)
         return self._model[rank]
 
     def _file(self, rank: int, ending: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, quoted
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -34,7 +34,7 @@ def solve_batch(config: dict[str, Any], world: int) -> BatchPlan:
         elif isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             given[key] = value
         else:
-            raise ConfigError(f'{key} must be a whole number >= 1 or "auto", got {value!r}')
+            raise ConfigError(f'{key} must be a whole number >= 1 or "auto", got {quoted(value)}')
     total, micro, accumulation = (given[key] for key in KEYS)
 
     if total is None:

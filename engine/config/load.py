@@ -17,7 +17,8 @@ import ds_configs  # a namespace package that holds JSON files only
 from engine.config.deepspeed_keys import check_values
 from engine.config.keys import split_key
 from engine.config.schema import Block, RunConfig, block_of
-from engine.errors import ConfigError, nearest
+from engine.errors import ConfigError, nearest, quoted, short
+from engine.plain_json import JsonError, parse_json, plain, read_json
 
 BLOCKS = ("name", "recipe", "detector", "data", "optimizer", "schedule", "run")
 
@@ -26,19 +27,19 @@ PAPER = Path("paper")  # folder in ds_configs with a file for every row of the p
 
 def find_config(name: str) -> Path:
     """The file at a path, or a file of the installed `ds_configs` by name, with or without `.json`."""
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = _expand(name)
+    if _is_file(path):
         return path
     # Only without a folder: a typo in the path of the user's own quickstart.json must not run ours.
     inside = path.relative_to("ds_configs") if path.is_relative_to("ds_configs") else path
     for folder in ds_configs.__path__ if inside.parent in (Path("."), PAPER) else ():
         for candidate in (Path(folder) / inside, Path(folder) / f"{inside}.json"):
-            if candidate.is_file():
+            if _is_file(candidate):
                 return candidate
     shipped, rows = _shipped("*.json"), _shipped(f"{PAPER}/*.json")
     raise ConfigError(
-        f'config "{name}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of the '
-        f"paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}"
+        f'config "{short(name, 200)}" is neither a file nor one of the shipped ones: {", ".join(shipped)}, or a row of '
+        f"the paper's tables such as {rows[0]}{nearest(str(inside.with_suffix('')), (*shipped, *rows))}"
     )
 
 
@@ -55,31 +56,14 @@ def _shipped(pattern: str) -> list[str]:
 def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, not yet validated."""
     try:
-        data = json.loads(
-            path.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
-        )
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not JSON: it is not even text in UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        data = read_json(path)
+    except JsonError as error:
+        raise ConfigError(f"{path} {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(data).__name__}")
     return data
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen = dict(pairs)
-    if len(seen) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(f'the key "{twice}" stands twice in one JSON object: keep one')
-    return seen
-
-
-def _no_constant(word: str) -> Any:
-    raise ConfigError(f"{word} is not JSON, and no setting takes it: give a finite number")
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
@@ -89,11 +73,12 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f'--set takes KEY=VALUE with a dotted key, such as run.seed=1, got "{override}"')
+        raise ConfigError(f'--set takes KEY=VALUE with a dotted key, such as run.seed=1, got "{short(override)}"')
     try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except json.JSONDecodeError:
-        value = text
+        key = plain(key)
+        value = parse_json(text) if _is_json(text) else plain(text)
+    except JsonError as error:
+        raise ConfigError(f"--set {short(override)}: the value {error}") from None
     parts = split_key(key)
     node = data
     for depth, part in enumerate(parts[:-1]):
@@ -101,8 +86,20 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise ConfigError(f'--set {override}: "{".".join(parts[: depth + 1])}" is a value and has no keys below it')
+            above = ".".join(parts[: depth + 1])
+            raise ConfigError(f'--set {short(override)}: "{short(above)}" is a value and has no keys below it')
     node[parts[-1]] = value
+
+
+def _is_json(text: str) -> bool:
+    """Whether --set means JSON; anything else is text, such as a path."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    except (RecursionError, ValueError):  # too deep, or too many digits: `parse_json` says so
+        return True
+    return True
 
 
 def validate(data: dict[str, Any]) -> RunConfig:
@@ -137,15 +134,15 @@ def _one_sentence(error: ValidationError) -> str:
     kind, given, context = first["type"], first["input"], first.get("ctx", {})
     if kind == "extra_forbidden":
         *parents, word = [str(part) for part in first["loc"]]
-        return f'unknown key "{where}"{nearest(word, _known_keys(parents))}'
+        return f'unknown key "{short(where)}"{nearest(word, _known_keys(parents))}'
     if kind == "missing":
         return f'the key "{where}" is missing'
     if kind == "value_error":
-        return str(context["error"])
+        return short(str(context["error"]), 600)
     if kind == "literal_error":
-        return f"{where} must be one of {context['expected']}, got {given!r}"
+        return f"{where} must be one of {context['expected']}, got {quoted(given)}"
     if kind in _EXPECTED:
-        return f"{where} must be {_EXPECTED[kind]}, got {given!r}"
+        return f"{where} must be {_EXPECTED[kind]}, got {quoted(given)}"
     bounds = {
         "greater_than": ("gt", "above"),
         "greater_than_equal": ("ge", "at least"),
@@ -154,8 +151,8 @@ def _one_sentence(error: ValidationError) -> str:
     }
     if kind in bounds:
         key, word = bounds[kind]
-        return f"{where} must be {word} {context[key]}, got {given!r}"
-    return f"{where}: {first['msg']}, got {given!r}"
+        return f"{where} must be {word} {context[key]}, got {quoted(given)}"
+    return f"{where}: {first['msg']}, got {quoted(given)}"
 
 
 def _known_keys(parents: Sequence[str]) -> list[str]:
@@ -181,7 +178,7 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
             splits[name] = split.model_copy(update=update)
         data = data.model_copy(update={**splits, "root": ""})
     detector, run = config.detector, config.run
-    if detector.config.endswith(".py") and _expand(detector.config).is_file():
+    if detector.config.endswith(".py") and _is_file(_expand(detector.config)):
         detector = detector.model_copy(update={"config": str(_expand(detector.config).resolve())})
     if detector.load_from:
         detector = detector.model_copy(update={"load_from": str(_expand(detector.load_from).resolve())})
@@ -191,4 +188,14 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _expand(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+    try:
+        return Path(os.path.expandvars(path)).expanduser()
+    except RuntimeError:
+        raise ConfigError(f'the path "{short(path, 200)}" begins with the home of a user that does not exist') from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL
+        return False

@@ -5,9 +5,13 @@ DeepSpeed's keys are not modelled here: they are passed on unchanged (`RunConfig
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from engine.config.optimizer_names import spelled
+from engine.config.origin import Origin
+from engine.errors import short
 
 # What `--resume` does with a value that differs from the saved one. "free": use the new one; it changes no weight, up
 # to rounding. "changes": use the new one and tell the user that results differ from here on. "fixed": refuse it,
@@ -23,6 +27,10 @@ def setting(
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
+AnyCodeBlock = TypeVar("AnyCodeBlock", bound="CodeBlock")
+OptimizerName = Annotated[str, AfterValidator(spelled)]
+
+
 class Block(BaseModel):
     # strict: "3" is not a number and 1 is not true, so that a mistake in the JSON is reported and not guessed at.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -33,6 +41,24 @@ def block_of(annotation: Any) -> type[Block] | None:
     return next((part for part in (annotation, *get_args(annotation)) if hasattr(part, "model_fields")), None)
 
 
+class CodeBlock(Block):
+    """A block that names classes to build. Where it came from is no key: a file cannot call itself trusted.
+
+    A block counts as carried by a file until `from_user` is called on it.
+    """
+
+    _origin: Origin = PrivateAttr(Origin.FILE)
+
+    @property
+    def origin(self) -> Origin:
+        return self._origin
+
+    def from_user(self: AnyCodeBlock) -> AnyCodeBlock:
+        block = self.model_copy()
+        block._origin = Origin.USER
+        return block
+
+
 class AblationConfig(Block):
     no_fpn: bool = Field(False, description="heads on the backbone's last feature map instead of a pyramid")
     independent_heads: bool = Field(
@@ -41,7 +67,7 @@ class AblationConfig(Block):
     ignored_pixels: float = Field(0.0, ge=0, lt=1, description="share of pixels left out of the dense head's loss")
 
 
-class DetectorConfig(Block):
+class DetectorConfig(CodeBlock):
     config: str = setting(
         resume="fixed",
         description="zoo name, `mmdet::folder/file.py`, path to an mmdet config, or `timm::NAME` (classification)",
@@ -141,7 +167,7 @@ class ClassificationConfig(Block):
         return self
 
 
-class DataConfig(Block):
+class DataConfig(CodeBlock):
     task: Literal["detection", "instance", "panoptic", "semantic", "classification"] = setting(
         "detection",
         resume="fixed",
@@ -241,11 +267,13 @@ class ParamwiseConfig(Block):
 
 
 class SamConfig(Block):
-    rho: float = Field(0.05, gt=0, description="distance from the weights (L2 norm) at which the gradient is taken")
+    rho: float = Field(
+        0.05, gt=0, le=1e6, description="distance from the weights (L2 norm) at which the gradient is taken"
+    )
 
 
 class OptimizerConfig(Block):
-    type: str = setting(
+    type: OptimizerName = setting(
         resume="fixed", description="AdamW, SGD, ... (any of torch.optim) or one of ours (docs/optimizers.md)"
     )
     params: dict[str, Any] = setting(
@@ -346,6 +374,8 @@ class RunConfig(Block):
 
     @model_validator(mode="after")
     def _model_fits_task(self) -> RunConfig:
+        if not self.name or len(self.name) > 100 or self.name.startswith(".") or set(self.name) & set("/\\\n"):
+            raise ValueError(f'name must be a plain file name of at most 100 letters, got "{short(self.name)}"')
         classifier = self.detector.config.startswith("timm::")
         if classifier and self.data.task != "classification":
             raise ValueError(
@@ -362,6 +392,10 @@ class RunConfig(Block):
                 'classifier: give one of timm, such as "timm::resnet18"'
             )
         return self
+
+    def from_user(self) -> RunConfig:
+        """This config as one that the user wrote: it may name Python files and classes by import path."""
+        return self.model_copy(update={"detector": self.detector.from_user(), "data": self.data.from_user()})
 
     @property
     def zero_stage(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
+from engine.data.augmentation import build_augmentation
 from engine.data.image_files import check_sample
 from engine.data.types import Classes
 from engine.errors import DataError, nearest
@@ -44,7 +45,7 @@ def train_pipeline(data: DataConfig, load: Any) -> list[Any]:
         load,
         resize,
         dict(type="RandomFlip", prob=data.flip),
-        *[dict(step) for step in data.augmentation],
+        *build_augmentation(data),
         dict(type="PackDetInputs"),
     ]
 

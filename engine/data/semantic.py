@@ -10,7 +10,6 @@ Class k is label k - 1 of a model. Pixels without a class are ignored in trainin
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,29 +118,6 @@ class LoadClassMap:
         return {**results, self.key: labels}
 
 
-class VariedCrop:
-    """A random crop in which no class covers more than `max_share`, as mmseg crops ADE20K for training.
-
-    Ten places are tried; the last one is used in any case. An image smaller than `size` (height, width) is not cropped.
-    In a config: `"augmentation": [{"type": "VariedCrop", "size": [512, 512]}]`.
-    """
-
-    def __init__(self, size: Sequence[int], max_share: float = 0.75) -> None:
-        self.size, self.max_share = size, max_share
-
-    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
-        labels = results["gt_seg_map"]
-        for _ in range(10):
-            # From numpy's generator, which the loader seeds for each sample.
-            top, left = (np.random.randint(0, max(whole - part, 0) + 1) for whole, part in zip(labels.shape, self.size))
-            place = np.s_[top : top + self.size[0], left : left + self.size[1]]
-            counts = np.bincount(labels[place].ravel(), minlength=IGNORED + 1)[:IGNORED]
-            if np.count_nonzero(counts) > 1 and counts.max() < self.max_share * counts.sum():
-                break
-        image = results["img"][place]
-        return {**results, "img": image, "gt_seg_map": labels[place], "img_shape": image.shape[:2]}
-
-
 class ClassMapImages:
     """Images with their maps, as a data set for the loaders. The first `shown` of them are marked for drawing."""
 
@@ -150,10 +126,8 @@ class ClassMapImages:
     def __init__(self, data: DataConfig, files: SplitConfig, classes: Classes, *, training: bool) -> None:
         import_mmdet()
         # Here, because import_mmdet comes first and takes seconds.
-        from mmdet.registry import TRANSFORMS
         from mmengine.dataset import Compose
 
-        TRANSFORMS.register_module(module=VariedCrop, force=True)
         self.files, self.pairs = files, np.array(list_pairs(files))  # an array: loader processes share it
         self.classes = len(classes.things)
         self.pipeline = Compose(

@@ -16,14 +16,16 @@ from engine.checkpoints.finding import find_checkpoint
 from engine.checkpoints.reading import state_dict
 from engine.checkpoints.universal import UniversalFolder, write_universal
 from engine.config import RunConfig
+from engine.config.origin import Origin
 from engine.data.coco import test_pipeline
 from engine.data.types import Classes
 from engine.errors import CheckpointError
 from engine.files import replacing
+from engine.inference.load import carried_classes
 from engine.modeling.detector import model_config
 from engine.modeling.weights import META_KEY, whole
 from engine.monitoring.live import LiveLine
-from engine.recipes.load import parse_config
+from engine.recipes.load import carried_config
 from engine.zero.checked_files import write_file
 from models.mmdet_setup import import_mmdet
 
@@ -45,11 +47,20 @@ def export_universal(source: str, out: Path) -> None:
     )
 
 
-def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "float32") -> list[Path]:
-    """Write one `.pth` or `.safetensors`, and for a detector an mmdet config of the same name; returns the paths."""
+def export_weights(
+    source: str, out: Path, *, ema: bool = False, dtype: str = "float32", origin: Origin = Origin.FILE
+) -> list[Path]:
+    """Write one `.pth` or `.safetensors`, and for a detector an mmdet config of the same name; returns the paths.
+
+    The checkpoint's config is not trusted, unless `origin` says that the user trusts its author.
+    """
     if out.suffix not in (".pth", ".safetensors"):
         raise CheckpointError(f"--out {out} must end in .pth or .safetensors")
     checkpoint = find_checkpoint(source, say=print)
+    # Before anything is written: what is carried is checked first.
+    config = carried_config(checkpoint.meta.get("config"), str(checkpoint.folder), origin=origin)
+    classes = carried_classes(checkpoint.meta.get("dataset_meta"), str(checkpoint.folder))
+    model = None if config.data.task == "classification" else model_config(config.detector, classes)
     stored = state_dict(checkpoint, ema=ema)
     line = LiveLine(total=len(stored), label="export", interval=max(1, len(stored)))
     tensors: dict[str, torch.Tensor] = {}
@@ -68,9 +79,8 @@ def export_weights(source: str, out: Path, *, ema: bool = False, dtype: str = "f
         else:
             _save_safetensors(out, tensors, meta)
         written = [out]
-        config = parse_config(dict(meta["config"]))
-        if config.data.task != "classification":
-            written.append(_write_mmdet_config(out.with_suffix(".py"), config, meta["dataset_meta"]))
+        if model is not None:
+            written.append(_write_mmdet_config(out.with_suffix(".py"), config, model, classes))
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written ({error.strerror or error})") from None
     return written
@@ -97,13 +107,11 @@ def _save_safetensors(path: Path, tensors: dict[str, torch.Tensor], meta: dict[s
         raise OSError(0, str(error)) from None
 
 
-def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, Any]) -> Path:
+def _write_mmdet_config(path: Path, config: RunConfig, model: Any, classes: Classes) -> Path:
     """What mmdet's `init_detector` and `inference_detector` need: the model, and how images are prepared."""
     import_mmdet()
     from mmengine.config import Config  # here: import_mmdet() must come first
 
-    classes = Classes.from_meta(dataset_meta)
-    model = model_config(config.detector, classes)
     content: dict[str, Any] = {
         "default_scope": "mmdet",
         "model": model,
@@ -127,6 +135,6 @@ def _uses_ours(node: Any) -> bool:
 
     if isinstance(node, dict):
         kind = node.get("type")
-        found = MODELS.get(kind) if isinstance(kind, str) else kind
+        found = MODELS.module_dict.get(kind) if isinstance(kind, str) else kind
         return getattr(found, "__module__", "").startswith("models.") or any(map(_uses_ours, node.values()))
     return isinstance(node, Sequence) and not isinstance(node, str) and any(map(_uses_ours, node))

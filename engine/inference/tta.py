@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.config.origin import Origin
 from engine.config.schema import RunConfig
 from engine.data.types import Split
 from engine.errors import ConfigError
@@ -75,7 +76,11 @@ class MergedViews(nn.Module):
             if not hasattr(model, "roi_head"):
                 raise ConfigError(f"--tta merges boxes, and {type(model).__name__} finds masks without regions")
             model.roi_head.mask_head = None
-        own = Config.fromfile(str(config_path(config.detector.config))).get("tta_model")
+        path, trusted = (
+            config_path(config.detector.config, config.detector.origin),
+            config.detector.origin is Origin.USER,
+        )
+        own = Config.fromfile(str(path), import_custom_modules=trusted).get("tta_model")
         self.model: Any = model
         self.merge = DetTTAModel(module=model, tta_cfg=ConfigDict(own.tta_cfg if own is not None else DEFAULT))
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.config import RunConfig
 from engine.data.types import Classes
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.modeling.precision import Precision, loss_in_fp32
 from engine.modeling.recompute import checkpoint_blocks
 from engine.randomness import BUILD, seed_all
@@ -44,7 +44,13 @@ def build_model(
     model.data_preprocessor = task.build_preprocessor(classes)  # outside zero.Init, which would round its means
     seed_all(config.run.seed, BUILD, 1)  # again, because zero.Init draws random numbers while building
     if not empty:
-        initialise(model)
+        try:
+            initialise(model)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(
+                f'detector "{detector.config}" cannot be initialised with these options ({reason})'
+            ) from error
     if load is not None:
         load(model)
     give_dimensions(model)

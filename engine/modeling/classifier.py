@@ -33,6 +33,9 @@ _NOT_OPTIONS = {
     "num_classes": "the data",
     "pretrained": "detector.load_from",
     "checkpoint_path": "detector.load_from",
+    "pretrained_cfg": "detector.load_from",
+    "pretrained_cfg_overlay": "detector.load_from",
+    "cache_dir": "detector.load_from",
     "features_only": "the task",
     "in_chans": "the images, which have three channels",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.errors import UserError, first_line, first_of
+from engine.plain_json import JsonError, parse_json
+from engine.zero.archives import ArchiveError, check_archive, check_tensors
 from engine.zero.scalars import file_shape
 from engine.zero.whole_parameters import copy_into
 
@@ -65,11 +66,17 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
             with safe_open(str(path), framework="pt") as file:
                 content: Any = {
                     "state_dict": {name: file.get_tensor(name) for name in list(file.keys())},
-                    "meta": json.loads((file.metadata() or {}).get(META_KEY, "{}")),
+                    "meta": parse_json((file.metadata() or {}).get(META_KEY, "{}")),
                 }
         else:
+            check_archive(path)
             # Only zip archives can be mapped into memory; files from before torch 1.6 are none.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        check_tensors(content)
+    except ArchiveError as error:
+        raise WeightsError(f"weight file {path} {error}") from None
+    except JsonError as error:
+        raise WeightsError(f"weight file {path}: its metadata {error}") from None
     except Exception as error:  # readers raise errors of many types
         raise WeightsError(
             f"weight file {path} cannot be read as plain tensors ({type(error).__name__}: {first_line(error)})"
@@ -79,7 +86,7 @@ def read_file(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = (
-        {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
+        {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, torch.Tensor)}
         if isinstance(content, Mapping)
         else {}
     )

@@ -7,13 +7,14 @@ needs and how much state it keeps is read from its class.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.config.schema import OptimizerConfig
-from engine.errors import ConfigError, nearest
+from engine.errors import ConfigError, nearest, quoted, short
 from engine.optim.agvm_adamw import AGVMAdamW
 from engine.optim.agvm_layerwise import AGVMLAMB, AGVMLARS
 from engine.optim.agvm_sgd import AGVMSGD
@@ -25,6 +26,7 @@ from engine.optim.rule import Rule
 OURS: dict[str, type[Rule]] = {
     rule.__name__: rule for rule in (AGVMAdamW, AGVMSGD, AGVMLAMB, AGVMLARS, LAMB, LARS, PMDLAMB)
 }
+LARGEST = 1e38  # about the largest number of 32 bits
 # Under ZeRO an optimizer gets flat pieces of many parameters. These need whole matrices, sparse gradients or a closure.
 _NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Optimizer")
 
@@ -81,17 +83,24 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
     options = dict(config.params)
     lr = options.get("lr")
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 <= lr < float("inf"):
-        raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {lr!r}")
+        raise ConfigError(f"optimizer.params.lr must be a number >= 0, got {quoted(lr)}")
     rule = find_rule(config.type)
     weight_decay = options.get("weight_decay", _default(rule, "weight_decay", 0.0))
+    if isinstance(weight_decay, bool) or not isinstance(weight_decay, (int, float)):
+        raise ConfigError(f"optimizer.params.weight_decay must be a number, got {quoted(weight_decay)}")
+    if options.get("differentiable"):
+        raise ConfigError("optimizer.params.differentiable is refused: a run takes no gradient through its steps")
     modulated = is_modulated(config.type)
     modules = options.pop("modules", None) if modulated else None
     if modules is not None and not (isinstance(modules, dict) and all(isinstance(p, list) for p in modules.values())):
         raise ConfigError(
             "optimizer.params.modules must give each module's name a list of prefixes, such as "
-            f'{{"neck": ["neck"]}}, got {modules!r}'
+            f'{{"neck": ["neck"]}}, got {quoted(modules)}'
         )
     groups = param_groups(model, config.paramwise, lr=lr, weight_decay=weight_decay, modules=modules)
+    _check_range(options, "optimizer.params")
+    for group in groups:
+        _check_range({key: group.get(key) for key in ("lr", "weight_decay")}, "optimizer.paramwise")
     if modulated:
         options.pop("bucket_size", None)  # an argument of `attach`, not of the rule
         if options.setdefault("start_step", "warmup") == "warmup":
@@ -101,6 +110,13 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, *, warmup_steps: 
         return rule(groups, **options)
     except (IndexError, OverflowError, TypeError, ValueError) as error:  # torch indexes `betas` before it checks them
         raise ConfigError(f"optimizer {config.type} does not take these params ({error})") from None
+
+
+def _check_range(values: Mapping[str, Any], where: str) -> None:
+    """torch computes with 32 bits: it fails in the first step if a number does not fit."""
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and abs(value) > LARGEST:
+            raise ConfigError(f"{where}: {short(key)} {value:g} is beyond {LARGEST:g}, and torch computes with 32 bits")
 
 
 def _default(rule: Any, option: str, otherwise: float) -> float:

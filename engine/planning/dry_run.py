@@ -32,6 +32,7 @@ from engine.train.build import check_supported, resolve
 from engine.train.work_dir import check_new_work_dir
 from engine.zero.engine import initialise_engine, read_layout
 from engine.zero.fake_ranks import fake_ranks, on_meta, pretend_offloading
+from engine.zero.monitors import check_monitors
 from engine.zero.processes import import_deepspeed
 from engine.zero.settings import CommunicationSettings, check_deepspeed, communication_settings, offload_device
 
@@ -71,6 +72,8 @@ def dry_run(config: RunConfig, plan: BatchPlan, layout_file: Path | None = None)
     failures.attempt(check_supported, config, resuming=False)
     with fake_ranks(plan.world), on_meta():  # because DeepSpeed asks for the number of ranks and their device
         failures.attempt(check_deepspeed, {**config.deepspeed, **plan.as_keys()})
+    failures.attempt(check_monitors, config.deepspeed, writes=False)
+    failures.attempt(task_of(config).check)
     work_dir = failures.attempt(check_new_work_dir, config)
     config = resolve(config, plan, work_dir or Path(config.run.work_dir or "work_dirs"))
     classes, images = _data(config, failures)

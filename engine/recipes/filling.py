@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.keys import split_key, value_at
+from engine.config.optimizer_names import spelled
 from engine.config.schema import RunConfig
-from engine.errors import ConfigError, nearest
+from engine.errors import ConfigError, nearest, quoted, short
 from engine.recipes import Recipe, Setting, find_recipe, recipe_names
 from engine.recipes.options import ABSENT, AUTO, as_tree, lay_under, part_at
 
@@ -134,19 +135,19 @@ def _text(value: Any) -> str:
 
 def _find(name: Any) -> Recipe:
     if not isinstance(name, str):
-        raise ConfigError(f"recipe must be the name of one, such as {recipe_names()[0]}, got {name!r}")
+        raise ConfigError(f"recipe must be the name of one, such as {recipe_names()[0]}, got {quoted(name)}")
     try:
         return find_recipe(name)
     except KeyError:
         raise ConfigError(
-            f'there is no recipe "{name}"{nearest(name, recipe_names())}: docs/recipes.md lists them'
+            f'there is no recipe "{short(name)}"{nearest(name, recipe_names())}: docs/recipes.md lists them'
         ) from None
 
 
 def _batch(data: Mapping[str, Any], name: str) -> int:
     batch = data.get("train_batch_size")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        given = "it is not given" if batch is None else f"got {batch!r}"
+        given = "it is not given" if batch is None else f"got {quoted(batch)}"
         raise ConfigError(f'recipe "{name}" follows train_batch_size, which must be a whole number >= 1: {given}')
     return batch
 
@@ -155,6 +156,8 @@ def _own(data: Mapping[str, Any], key: str, recipe: Recipe, batch: int) -> Any:
     """The user's value if it differs from the recipe's, else None."""
     given = value_at(data, key)
     theirs = next(setting.value for setting in recipe.settings(batch) if setting.key == key)
+    if key == "optimizer.type" and isinstance(given, str):
+        given = spelled(given)
     return given if given not in (None, AUTO, theirs) else None
 
 

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 import ds_configs
 from engine.config import RunConfig
 from engine.config.load import find_config, load_json
-from engine.config.schema import Block
+from engine.config.schema import Block, OptimizerName
 from engine.errors import ConfigError, nearest
 from engine.files import write_json
 from engine.optim.registry import find_rule
@@ -32,7 +32,7 @@ PAPER_WINDOWS, PAPER_ALPHA = 370, 0.97
 
 
 class Method(Block):
-    type: str = Field(description="optimizer.type")
+    type: OptimizerName = Field(description="optimizer.type")
     lr: float = Field(gt=0, description="learning rate of the smallest batch")
     growth: Literal["linear", "sqrt", "sqrt(1.5)"] = Field(
         "sqrt",

@@ -40,6 +40,10 @@ class Task(ABC):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
+    def check(self) -> None:
+        """Refuse what can be seen to fail before the data is read. The default checks nothing."""
+        return
+
     @abstractmethod
     def build_data(self) -> tuple[Split, Split, Classes]:
         """The training and the validation split, and their classes."""

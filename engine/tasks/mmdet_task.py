@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from engine.data.augmentation import build_augmentation
 from engine.data.types import Classes
 from engine.errors import ConfigError
 from engine.modeling.detector import build_detector, build_preprocessor
+from engine.modeling.fitting import check_parts
 from engine.tasks.base import Task
 from engine.tasks.stand_ins import mmdet_samples
 
@@ -16,6 +18,10 @@ from engine.tasks.stand_ins import mmdet_samples
 class MmdetTask(Task):
     with_masks = False  # whether the loss needs masks of objects
     with_maps = False  # whether the loss needs a class for every pixel
+
+    def check(self) -> None:
+        build_augmentation(self.config.data)
+        check_parts(self.config.detector)
 
     def build_model(self, classes: Classes) -> nn.Module:
         model = build_detector(self.config.detector, classes)

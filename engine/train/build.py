@@ -34,6 +34,7 @@ from engine.train.forward import TrainingForward
 from engine.train.run import Run
 from engine.train.work_dir import Resume, open_work_dir
 from engine.zero.engine import initialise_engine, read_layout
+from engine.zero.monitors import check_monitors
 from engine.zero.processes import import_deepspeed
 from engine.zero.settings import check_deepspeed, offload_device
 from engine.zero.whole_parameters import keep_whole
@@ -46,6 +47,8 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         plan = solve_batch(config.deepspeed, distributed.world_size())
         check_supported(config, resuming=resume is not None)
         check_deepspeed({**config.deepspeed, **plan.as_keys()})
+        check_monitors(config.deepspeed, writes=distributed.rank() == 0)
+        task_of(config).check()
     with distributed.together():
         work_dir, checkpoint = open_work_dir(config, resume)
     config = resolve(config, plan, work_dir)

@@ -6,11 +6,16 @@ mmdet's names and everything between the batch and the loss happens inside the e
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.errors import ConfigError, first_line
 from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
 from engine.zero.complete_gradients import CompleteGradients
@@ -33,12 +38,38 @@ class TrainingForward:
         self.model, self.preprocess, self.precision, self.device = model, preprocess, precision, device
         self.gradients = CompleteGradients(model)
         self.record = MicroBatchRecord()
+        self.passed = False  # whether a first batch has passed
+
+    @contextlib.contextmanager
+    def _first_pass_explained(self) -> Iterator[None]:
+        """Parts of a model or of the augmentation that do not fit each other fail in the first pass, on all ranks."""
+        if self.passed:
+            yield
+            return
+        try:
+            yield
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise self._explained(error) from error
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+                raise
+            raise self._explained(error) from error
+        self.passed = True
+
+    def _explained(self, error: Exception) -> ConfigError:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return ConfigError(
+            f"the model cannot compute a loss for the first batch ({type(error).__name__}: {first_line(error)}, in "
+            f"{Path(frame.filename).name} line {frame.lineno}): check that detector.options and data.augmentation fit "
+            "each other"
+        )
 
     def __call__(self, batch: dict[str, Any], *, alarm: bool = False) -> torch.Tensor:
         touched = self.gradients.touch()
-        images, samples = self.preprocess(batch, training=True)
-        with self.precision.autocast(self.device):
-            loss, parts = self.model.parse_losses(self.model.loss(images, samples))
+        with self._first_pass_explained():
+            images, samples = self.preprocess(batch, training=True)
+            with self.precision.autocast(self.device):
+                loss, parts = self.model.parse_losses(self.model.loss(images, samples))
         values = torch.stack([torch.as_tensor(v, device=loss.device).detach().float().mean() for v in parts.values()])
         losses = dict(zip(parts, values.tolist()))
         finite = bool(torch.isfinite(loss))

@@ -19,12 +19,12 @@ from engine.checkpoints.manifest import NAME as MANIFEST
 from engine.checkpoints.store import checkpoints_of, clean_up
 from engine.checkpoints.universal import UniversalFolder
 from engine.config import RunConfig
-from engine.config.load import apply_override
+from engine.config.origin import Origin
 from engine.distributed import say
 from engine.errors import ConfigError
 from engine.files import CONFIG, EVALUATIONS, METRICS, PART
 from engine.monitoring.records import cut_records
-from engine.recipes.load import parse_config
+from engine.recipes.load import carried_config
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Resume:
     source: str | None = None
 
 
-def saved_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
+def saved_config(source: str, overrides: Sequence[str] = (), *, origin: Origin = Origin.FILE) -> RunConfig:
     """The config of a checkpoint, to resume it: without its work dir, which follows from the checkpoint's folder, and
-    without accumulation steps, which follow from the number of ranks."""
-    data = find_checkpoint(source, contents=False).meta["config"]  # the contents are checked when it is opened
-    data = {key: value for key, value in data.items() if key != "gradient_accumulation_steps"}
-    data["run"] = {**data["run"], "work_dir": None}
-    for override in overrides:
-        apply_override(data, override)
-    return parse_config(data)
+    without accumulation steps, which follow from the number of ranks. `origin` is USER if the user trusts its author.
+    """
+    checkpoint = find_checkpoint(source, contents=False)  # the contents are checked when it is opened
+    own = ['gradient_accumulation_steps="auto"', "run.work_dir=null"]
+    return carried_config(
+        checkpoint.meta.get("config"), f"checkpoint {checkpoint.folder}", [*own, *overrides], origin=origin
+    )
 
 
 def open_work_dir(config: RunConfig, resume: Resume | None) -> tuple[Path, Checkpoint | None]:

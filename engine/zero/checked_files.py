@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.errors import CheckpointError, first_line
+from engine.zero.archives import ArchiveError, check_archive, check_tensors
 
 CHUNK = 1 << 24
 
@@ -73,13 +74,18 @@ def sync_folder(path: Path) -> None:
 def read_file(path: Path) -> Any:
     """The content of a file of ours or DeepSpeed's, memory-mapped; pickled code is refused."""
     try:
+        check_archive(path)
         with torch.serialization.safe_globals(_deepspeed_classes()):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_tensors(content)
+        return content
+    except ArchiveError as error:
+        raise CheckpointError(f"checkpoint file {path} {error}") from None
     except pickle.UnpicklingError as error:
         named = [line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line]
         reason = (named or str(error).splitlines() or ["unknown"])[0].strip()
         raise CheckpointError(f"checkpoint file {path} holds more than plain data and is refused ({reason})") from None
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # torch's reader raises errors of many types for a file that is none of its own
         raise CheckpointError(f"checkpoint file {path} cannot be read ({first_line(error)})") from None
 
 

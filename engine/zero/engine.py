@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
@@ -19,9 +20,22 @@ def initialise_engine(model: nn.Module, optimizer: torch.optim.Optimizer, settin
     try:
         with parameters_only():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(settings))
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"DeepSpeed does not accept this config ({first_line(error)})") from error
+    except (AssertionError, ValueError, TypeError, KeyError, NotImplementedError, ImportError, OSError) as error:
+        raise ConfigError(
+            f"DeepSpeed does not accept this config ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    except Exception as error:
+        if _in_monitor(error):  # such as wandb without a login
+            raise ConfigError(
+                f"a monitor of DeepSpeed (tensorboard, wandb, comet) failed ({first_line(error)})"
+            ) from error
+        raise
     return engine
+
+
+def _in_monitor(error: BaseException) -> bool:
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any("deepspeed/monitor/" in name for name in frames)
 
 
 def read_layout(engine: Any) -> Layout:

@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.errors import ConfigError, first_line
+from engine.config.batch import KEYS as BATCH_KEYS
+from engine.config.keys import value_at
+from engine.errors import ConfigError, first_line, quoted, short
 from engine.zero.geometry import Sharding
 from engine.zero.halves import Halves
 
@@ -89,24 +91,48 @@ def check_deepspeed(settings: Mapping[str, Any]) -> None:
     """Let DeepSpeed read its own keys before anything is built, and name the one it does not take."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    with _named_refusals():
+    with _named_refusals(settings=settings):
         DeepSpeedConfig(dict(settings))
 
 
 @contextlib.contextmanager
-def _named_refusals(block: str | None = None) -> Iterator[None]:
+def _named_refusals(block: str | None = None, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
     """A ConfigError with the key that DeepSpeed's reader refused, in `block` or in the block of the reader."""
     try:
         yield
     except ValidationError as error:
         first = error.errors()[0]
         where = block or error.title.removeprefix("DeepSpeed").removesuffix("Config").lower()
+        where = "zero_optimization" if where == "zero" else where
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f'DeepSpeed does not accept "{key}" in {where} ({first["msg"]})') from None
+        raise ConfigError(f'DeepSpeed does not accept "{short(key)}" in {where} ({short(first["msg"], 300)})') from None
     except Exception as error:  # its readers raise whatever a wrong value leads to
-        raise ConfigError(
-            f"DeepSpeed does not accept this config ({type(error).__name__}: {first_line(error)})"
-        ) from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        culprit = None if settings is None else _culprit(settings)
+        what = f"{culprit}, which is {quoted(value_at(settings or {}, culprit))}" if culprit else "this config"
+        raise ConfigError(f"DeepSpeed does not accept {what} ({reason})") from None
+
+
+def _culprit(settings: Mapping[str, Any]) -> str | None:
+    """The key without which DeepSpeed accepts the config: of a block, or of a value in it."""
+    for block, content in settings.items():
+        if block in BATCH_KEYS or not _accepted({key: value for key, value in settings.items() if key != block}):
+            continue
+        for key in content if isinstance(content, Mapping) else ():
+            if _accepted({**settings, block: {other: content[other] for other in content if other != key}}):
+                return f"{block}.{key}"
+        return block
+    return None
+
+
+def _accepted(settings: Mapping[str, Any]) -> bool:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(dict(settings))
+    except Exception:  # as above
+        return False
+    return True
 
 
 def communication_settings(deepspeed: Mapping[str, Any], world: int, accumulation: int) -> CommunicationSettings:
@@ -163,7 +189,9 @@ def _accumulated(deepspeed: Mapping[str, Any]) -> str | None:
     try:
         return None if given is None else _name(DtypeEnum(given).value)
     except ValueError:
-        raise ConfigError(f'data_types.grad_accum_dtype must be "fp32", "bf16" or "fp16", got {given!r}') from None
+        raise ConfigError(
+            f'data_types.grad_accum_dtype must be "fp32", "bf16" or "fp16", got {quoted(given)}'
+        ) from None
 
 
 def _name(dtype: Any) -> str:

@@ -7,8 +7,9 @@ import pytest
 from PIL import Image
 
 from engine.config.schema import DataConfig, SplitConfig
+from engine.data.augmentation import VariedCrop
 from engine.data.loader import evaluation_loader, readable
-from engine.data.semantic import IGNORED, ClassMapImages, VariedCrop, read_class_map, read_class_table
+from engine.data.semantic import IGNORED, ClassMapImages, read_class_map, read_class_table
 from engine.data.shapes import ADE20K_CLASSES, ShapesSettings, write_shapes
 from engine.data.types import Classes
 from engine.errors import DataError

@@ -98,7 +98,7 @@ def test_public_data_sets_are_those_of_the_task(task, dataset, keep_empty, expec
 @pytest.mark.parametrize(
     "changes, told",
     [
-        ({"communication_data_type": "fp64"}, "DeepSpeed does not accept this config"),
+        ({"communication_data_type": "fp64"}, "DeepSpeed does not accept communication_data_type, which is 'fp64'"),
         ({"data_types": {"grad_accum_dtype": "fp99"}}, "data_types.grad_accum_dtype must be .*, got 'fp99'"),
         ({"timers": 3}, "DeepSpeed does not accept"),
     ],

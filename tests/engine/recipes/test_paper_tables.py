@@ -11,6 +11,7 @@ import pytest
 
 import ds_configs
 from engine.config.load import load_json
+from engine.config.origin import Origin
 from engine.config.schema import OptimizerConfig, ScheduleConfig
 from engine.optim.schedule import build_schedule
 from engine.recipes import find_recipe, recipe_names
@@ -262,7 +263,7 @@ def test_every_row_loads_and_runs_on_the_papers_gpus(recipe, batch):
     from engine.recipes.load import parse_config
 
     config = load_config(f"paper/{recipe}_{batch}")
-    assert config.name == f"{recipe}_{batch}" and parse_config(config.to_json()) == config
+    assert config.name == f"{recipe}_{batch}" and parse_config(config.to_json(), origin=Origin.USER) == config
     per_gpu = 2 if recipe in ("faster_rcnn_r50_agvm_adamw", "uninet_g_htcx_agvm_adamw") else 8
     assert solve_batch(config.deepspeed, batch // per_gpu).accumulation == 1
     assert solve_batch(config.deepspeed, 2).accumulation == batch // per_gpu // 2

@@ -68,7 +68,8 @@ def refusals():
 
 def test_what_deepspeed_refuses_is_told_in_one_sentence_before_anything_is_built(ranks):
     typo, value, kind = ranks.run(refusals, 1)[0]
-    assert '"stge" in zero' in typo and '"overlap_comm" in zero' in value and "does not accept" in kind
+    assert '"stge" in zero_optimization' in typo and '"overlap_comm" in zero_optimization' in value
+    assert "does not accept timers, which is 3" in kind
     assert not any("\n" in message for message in (typo, value, kind))
 
 
