@@ -5,5 +5,6 @@ import models.htcx.box_head
 import models.htcx.pyramid
 import models.htcx.roi_head
 import models.semantic_fpn
+import models.step_resize
 import models.timm_backbone
 import models.uninet.backbone  # noqa: F401

@@ -16,7 +16,7 @@ from engine.modeling.recompute import checkpoint_blocks
 from engine.randomness import BUILD, seed_all
 from engine.zero.partitioned_build import initialise, partitioned
 from engine.zero.scalars import give_dimensions
-from models.batch_norm import convert_batch_norm
+from models.batch_norm import convert_batch_norm, has_sync_bn
 
 
 class ModelBuilder(Protocol):
@@ -48,7 +48,7 @@ def build_model(
     if load is not None:
         load(model)
     give_dimensions(model)
-    if detector.sync_bn or precision.half:
+    if detector.sync_bn or precision.half or has_sync_bn(model):  # torch's SyncBatchNorm refuses CPU tensors
         try:
             convert_batch_norm(model, synchronise=detector.sync_bn)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from engine.config.schema import DetectorConfig
 from engine.data.types import Classes
 from engine.errors import ConfigError, first_line, nearest
+from engine.modeling.adapting import adapt, check_packages, drop_downloads, missing_package
 from engine.zero.scalars import whole_shape
 from models.mmdet_setup import import_mmdet, quiet
 from models.zoo import zoo_configs
@@ -37,6 +38,31 @@ def config_path(name: str) -> Path:
     )
 
 
+def read_model(name: str) -> Any:
+    """The `model` of an mmdet config as it stands in its file."""
+    import_mmdet()
+    from mmengine.config import Config  # here: import_mmdet comes first and takes seconds
+
+    path = config_path(name)
+    try:
+        full = Config.fromfile(str(path))
+    except ImportError as error:  # a config may import what registers its parts
+        package = re.search(r"(?:'imports': \[|No module named )'(\w+)", str(error))
+        if package is None:
+            raise ConfigError(f"mmdet config {path} cannot be read ({first_line(error)})") from None
+        raise ConfigError(missing_package(name, "its config", package[1])) from None
+    except Exception as error:  # a config is Python and may raise anything
+        raise ConfigError(f"mmdet config {path} cannot be read ({type(error).__name__}: {error})") from None
+    if "model" not in full:
+        raise ConfigError(f"mmdet config {path} defines no `model`")
+    return Config(dict(model=full.model)).model
+
+
+def dropped_weights(config: DetectorConfig) -> list[str]:
+    """What the mmdet config would have downloaded, as `place: source`."""
+    return drop_downloads(read_model(config.config))
+
+
 def model_config(config: DetectorConfig, classes: Classes) -> Any:
     """The mmdet model dictionary that will be built."""
     import_mmdet()
@@ -45,56 +71,28 @@ def model_config(config: DetectorConfig, classes: Classes) -> Any:
 
     from models.ablations.apply import apply_ablations
 
-    path = config_path(config.config)
-    try:
-        full = Config.fromfile(str(path))
-    except Exception as error:  # a config is Python and may raise anything
-        raise ConfigError(f"mmdet config {path} cannot be read ({type(error).__name__}: {error})") from None
-    if "model" not in full:
-        raise ConfigError(f"mmdet config {path} defines no `model`")
-    full = Config(dict(model=full.model))
-    _drop_downloads(full.model)
-    _size_heads(full.model, classes)
+    full = Config(dict(model=read_model(config.config)))
+    adapt(full.model, classes, config.config, _read_teacher)
     try:
         full.merge_from_dict({f"model.{key}": value for key, value in config.options.items()})
     except (KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"detector.options do not fit the model ({error})") from None
+    downloads = drop_downloads(full.model)
+    if downloads:
+        raise ConfigError(
+            f"detector.options would load weights ({downloads[0]}): give the file as detector.load_from instead"
+        )
     try:
         apply_ablations(full.model, **config.ablation.model_dump())
     except ValueError as error:
         raise ConfigError(f"detector.ablation.{error}") from None
+    check_packages(full.model, config.config)
     return full.model
 
 
-def _walk(node: Any) -> Iterator[dict]:
-    if isinstance(node, dict):
-        yield node
-        for value in list(node.values()):
-            yield from _walk(value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _walk(value)
-
-
-def _drop_downloads(model: Any) -> None:
-    """Remove mmdet's entries that download pre-trained weights on every rank. Weights come from the user's file."""
-    for node in _walk(model):
-        init = node.get("init_cfg")
-        if isinstance(init, dict) and init.get("type") == "Pretrained":
-            node["init_cfg"] = None
-        if isinstance(node.get("pretrained"), str):
-            node["pretrained"] = None
-
-
-def _size_heads(model: Any, classes: Classes) -> None:
-    for node in _walk(model):
-        if "num_classes" in node and node.get("type") != "FusedSemanticHead":
-            node["num_classes"] = len(classes.things)
-        if "num_things_classes" in node:
-            node["num_things_classes"] = len(classes.things)
-            node["num_stuff_classes"] = len(classes.stuff)
-            if "num_classes" in node:
-                node["num_classes"] = len(classes.all)
+def _read_teacher(path: str) -> Any:
+    """mmdet names teachers by their place in its repository, `configs/gfl/...`."""
+    return read_model(path if Path(path).is_file() else f"mmdet::{path.removeprefix('configs/')}")
 
 
 def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
@@ -111,7 +109,7 @@ def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
         ) from error
     for name, module in model.named_modules():
         count = getattr(module, "num_classes", None)
-        if name.endswith("bbox_head") and count is not None and count != len(classes.things):
+        if name.endswith("bbox_head") and count not in (None, len(classes.things)) and not one_class(model):
             raise ConfigError(
                 f"{name} has {count} classes but the data has {len(classes.things)}: "
                 "remove num_classes from detector.options"
@@ -119,6 +117,12 @@ def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
     for prefix in config.frozen:
         freeze(model, prefix)
     return model
+
+
+def one_class(model: nn.Module) -> bool:
+    """Whether the detector finds objects but not their classes: mmdet's RPN on its own, and CrowdDet."""
+    head = getattr(getattr(model, "roi_head", None), "bbox_head", None)
+    return type(model).__name__ == "RPN" or type(head).__name__ == "MultiInstanceBBoxHead"
 
 
 def build_preprocessor(config: DetectorConfig, classes: Classes) -> nn.Module:

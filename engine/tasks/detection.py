@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from pycocotools import mask as coco_mask
+from torch import nn
 
 from engine import distributed
 from engine.config import RunConfig
@@ -16,6 +17,7 @@ from engine.data.coco import read_annotations, read_classes, test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
+from engine.modeling.detector import one_class
 from engine.tasks.base import Predict, Prediction, UsualData
 from engine.tasks.coco_scores import category_ids_for, coco_results, write_scores
 from engine.tasks.mmdet_task import MmdetTask
@@ -32,6 +34,7 @@ class Detection(MmdetTask):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.with_masks = config.data.task == "instance"
+        self.one_class = False
 
     def build_data(self) -> tuple[Split, Split, Classes]:
         return build_data(self.config.data)
@@ -41,6 +44,11 @@ class Detection(MmdetTask):
 
     def read_classes(self) -> Classes:
         return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=False)
+
+    def build_model(self, classes: Classes) -> nn.Module:
+        model = super().build_model(classes)
+        self.one_class = one_class(model)
+        return model
 
     def as_numbers(self, output: Any, classes: Classes) -> Prediction:
         return objects_as_numbers(output, with_masks=self.with_masks)
@@ -54,6 +62,7 @@ class Detection(MmdetTask):
             split.content,
             classes,
             masks=self.with_masks,
+            one_class=self.one_class,
             backend=self.config.run.eval_backend,
             table=table,
         )

@@ -14,6 +14,7 @@ import torch
 from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
 from engine.zero.complete_gradients import CompleteGradients
+from models.normaliser import normalised
 
 
 @dataclass
@@ -29,15 +30,18 @@ class MicroBatchRecord:
 class TrainingForward:
     """`model.forward` while training: takes a batch and returns the scalar loss. `record` describes the last batch."""
 
-    def __init__(self, model: Any, preprocess: Preprocessor, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, preprocess: Preprocessor, precision: Precision, device: torch.device, *, over_ranks: bool
+    ) -> None:
         self.model, self.preprocess, self.precision, self.device = model, preprocess, precision, device
+        self.over_ranks = over_ranks  # whether heads average their normalisers
         self.gradients = CompleteGradients(model)
         self.record = MicroBatchRecord()
 
     def __call__(self, batch: dict[str, Any], *, alarm: bool = False) -> torch.Tensor:
         touched = self.gradients.touch()
         images, samples = self.preprocess(batch, training=True)
-        with self.precision.autocast(self.device):
+        with self.precision.autocast(self.device), normalised(over_ranks=self.over_ranks):
             loss, parts = self.model.parse_losses(self.model.loss(images, samples))
         values = torch.stack([torch.as_tensor(v, device=loss.device).detach().float().mean() for v in parts.values()])
         losses = dict(zip(parts, values.tolist()))
