@@ -28,8 +28,9 @@ _PACKAGES = {
     "LADHead": ("sklearn", "scikit-learn"),
     "BertModel": ("transformers", "transformers"),
 }
-# mmdet's batch augmentations that draw with the state of one rank, and ours in their place.
-_REPLACED = {"BatchSyncRandomResize": "StepRandomResize"}
+# mmdet's batch augmentations and ours in their place. The first draws with the state of one rank. The second pads to
+# the fixed size of mmdet's own pipeline, 1024 pixels and more; images here are as large as `data.scale` says.
+_AUGMENTS = {"BatchSyncRandomResize": "StepRandomResize", "BatchFixedSizePad": None}
 
 Read = Callable[[str], Any]
 
@@ -40,12 +41,21 @@ def adapt(model: Any, classes: Classes, name: str, read: Read) -> None:
     drop_downloads(model)
     _size_heads(model, classes)
     _pad(model)
-    for node in _dictionaries(model.get("data_preprocessor") or {}):
-        node["type"] = _REPLACED.get(node.get("type"), node.get("type"))
+    _replace_augments(model.get("data_preprocessor") or {})
     if isinstance(model.get("teacher_config"), (str, Path)):
         teacher = read(str(model["teacher_config"]))
         adapt(teacher, classes, str(model["teacher_config"]), read)
         model["teacher_config"] = dict(model=teacher)
+
+
+def _replace_augments(preprocessor: Any) -> None:
+    kept = []
+    for augment in preprocessor.get("batch_augments") or []:
+        kind = _AUGMENTS.get(augment["type"], augment["type"])
+        if kind is not None:
+            kept.append({**augment, "type": kind})
+    if "batch_augments" in preprocessor:
+        preprocessor["batch_augments"] = kept or None
 
 
 def refuse_other_data(model: Any, name: str) -> None:

@@ -6,6 +6,7 @@ import copy
 from typing import Any, Protocol
 
 import torch
+from mmengine.structures import InstanceData
 
 from engine.modeling.detector import one_class
 from engine.modeling.pixel_classes import draw_class_map, has_semantic_branch
@@ -33,6 +34,7 @@ class Preprocessor:
             _complete(sample)
             if training and self._one_class:
                 sample.gt_instances.labels = torch.zeros_like(sample.gt_instances.labels)
+                _give_company(sample)
             if training and self._background is not None and "gt_sem_seg" not in sample:
                 draw_class_map(sample, self._background)
         return data["inputs"].to(self._dtype), data["data_samples"]
@@ -43,3 +45,16 @@ def _complete(sample: Any) -> None:
     are padded on the right and at the bottom only."""
     if hasattr(sample, "set_metainfo") and "border" not in sample:
         sample.set_metainfo({"border": [0.0, 0.0, 0.0, 0.0]})
+
+
+def _give_company(sample: Any) -> None:
+    """CrowdDet assigns two objects to every region, and mmdet (3.5.1) fails where an image has only one: add ignored
+    objects without extent, which no region overlaps."""
+    lacking = 2 - len(sample.gt_instances) - len(sample.ignored_instances)
+    if lacking > 0:
+        boxes, labels = sample.ignored_instances.bboxes, sample.ignored_instances.labels
+        kept = boxes.tensor if hasattr(boxes, "tensor") else boxes
+        sample.ignored_instances = InstanceData(
+            bboxes=torch.cat([kept, kept.new_zeros(lacking, 4)]),
+            labels=torch.cat([labels, labels.new_zeros(lacking)]),
+        )

@@ -24,8 +24,10 @@ from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
 from engine.modeling.start_weights import start_warnings
 from engine.monitoring.live import LiveLine
+from engine.optim.agvm import AGVMOptimizer
 from engine.optim.attaching import attach
 from engine.optim.ema import ShardEMA
+from engine.optim.modules import describe_modules, detector_modules
 from engine.optim.registry import build_optimizer
 from engine.optim.schedule import build_schedule
 from engine.recipes.filling import explain
@@ -67,6 +69,9 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         batches = GlobalBatches(size=len(train.dataset), batch=plan.total, seed=config.run.seed, landscape=landscape)
         schedule = build_schedule(config.schedule, batches.steps_per_epoch)
         optimizer = build_optimizer(config.optimizer, model, warmup_steps=schedule.warmup_steps)
+    if isinstance(optimizer, AGVMOptimizer):
+        modules = config.optimizer.params.get("modules") or detector_modules(model)
+        say(f"agvm    {describe_modules(optimizer.param_groups, modules)}; optimizer.params.modules changes them")
     precision, device = Precision.of(config.deepspeed), distributed.device()
     preprocess = Preprocessor(model, device, precision)
     forward = TrainingForward(model, preprocess, precision, device, over_ranks=config.detector.normaliser == "ranks")
