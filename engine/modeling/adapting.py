@@ -27,6 +27,7 @@ _PACKAGES = {
     "PAAHead": ("sklearn", "scikit-learn"),
     "LADHead": ("sklearn", "scikit-learn"),
     "BertModel": ("transformers", "transformers"),
+    "Detectron2Wrapper": ("detectron2", "detectron2"),
 }
 # mmdet's batch augmentations and ours in their place. The first draws with the state of one rank. The second pads to
 # the fixed size of mmdet's own pipeline, 1024 pixels and more; images here are as large as `data.scale` says.
@@ -71,6 +72,7 @@ def refuse_other_data(model: Any, name: str) -> None:
             f'detector "{name}" (FastRCNN) takes proposals from a file, and data sets here have none: '
             'use one that finds its own, such as "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py"'
         )
+    check_packages(model, name)
     if "detector" in model and "backbone" not in model:
         raise ConfigError(
             f'detector "{name}" ({kind}) is trained with videos or with images that have no annotations: '

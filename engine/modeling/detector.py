@@ -114,9 +114,30 @@ def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
                 f"{name} has {count} classes but the data has {len(classes.things)}: "
                 "remove num_classes from detector.options"
             )
+    _register_aliases(model)
+    _limit_outputs(model, len(classes.things))
     for prefix in config.frozen:
         freeze(model, prefix)
     return model
+
+
+def _limit_outputs(model: Any, things: int) -> None:
+    """DETRs and MaskFormers return the best of (query, class), and mmdet (3.5.1) asks for more of them than there are
+    where queries and classes are few."""
+    queries = getattr(getattr(model, "panoptic_head", model), "num_queries", None)
+    for head in (getattr(model, "bbox_head", None), getattr(model, "panoptic_fusion_head", None)):
+        settings = getattr(head, "test_cfg", None)
+        for key in ("max_per_img", "max_per_image"):
+            if isinstance(queries, int) and settings is not None and key in settings:
+                settings[key] = min(settings[key], queries * things)
+
+
+def _register_aliases(model: Any) -> None:
+    """DDQ's decoder gets branches of the head under a second name, in mmdet (3.5.1) not before the first training step.
+    Names in files and in copies of the model must not depend on that."""
+    branches = getattr(getattr(model, "bbox_head", None), "aux_reg_branches", None)
+    if branches is not None:
+        model.decoder.aux_reg_branches = branches
 
 
 def one_class(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ def has_semantic_branch(model: nn.Module) -> bool:
 
 
 def draw_class_map(sample: Any, background: int) -> None:
-    """Add `gt_sem_seg` to a data sample whose masks are padded to the size of the batch."""
+    """Add `gt_sem_seg`, of the size of the batch, to a data sample. Its masks may be padded already."""
     masks, labels = sample.gt_instances.masks, sample.gt_instances.labels
     height, width = sample.batch_input_shape
     shown_height, shown_width = sample.img_shape[:2]
@@ -28,5 +28,5 @@ def draw_class_map(sample: Any, background: int) -> None:
     classes[:shown_height, :shown_width] = background
     shapes = torch.as_tensor(masks.to_ndarray(), dtype=torch.bool)
     for place in shapes.flatten(1).sum(1).argsort(descending=True).tolist():  # the smallest object is on top
-        classes[shapes[place]] = int(labels[place])
+        classes[: shapes.shape[1], : shapes.shape[2]][shapes[place]] = int(labels[place])
     sample.gt_sem_seg = PixelData(sem_seg=classes[None].to(labels.device))

@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.errors import ConfigError, first_line
 from engine.zero.layout import Layout, layout_of
+from engine.zero.linear import guard_linear
 from engine.zero.module_trace import parameters_only
 from engine.zero.processes import import_deepspeed
 
@@ -21,6 +22,7 @@ def initialise_engine(model: nn.Module, optimizer: torch.optim.Optimizer, settin
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(settings))
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"DeepSpeed does not accept this config ({first_line(error)})") from error
+    guard_linear()
     return engine
 
 
