@@ -126,10 +126,12 @@ def drop_downloads(model: Any) -> list[str]:
         downloads = [entry for entry in entries if isinstance(entry, dict) and "checkpoint" in entry]
         if downloads:
             dropped += [f"{where}: {entry['checkpoint']}" for entry in downloads]
-            node["init_cfg"] = [entry for entry in entries if entry not in downloads] or None
+            node["init_cfg"] = [entry for entry in entries if entry not in downloads]
+            if not node["init_cfg"]:
+                del node["init_cfg"]
         if isinstance(node.get("pretrained"), str):
             dropped.append(f"{where}: {node['pretrained']}")
-            node["pretrained"] = None
+            del node["pretrained"]
         if isinstance(node.get("teacher_ckpt"), str):
             dropped.append(f"teacher: {node['teacher_ckpt']}")
             node["teacher_ckpt"] = None

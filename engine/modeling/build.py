@@ -57,4 +57,5 @@ def build_model(
         loss_in_fp32(model)
     if detector.checkpoint_activations:
         checkpoint_blocks(model, detector.checkpoint_activations)
-    return model.train()
+    model.train()  # mmdet's distilled detectors return nothing here
+    return model

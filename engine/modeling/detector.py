@@ -12,9 +12,12 @@ from engine.config.schema import DetectorConfig
 from engine.data.types import Classes
 from engine.errors import ConfigError, first_line, nearest
 from engine.modeling.adapting import adapt, check_packages, drop_downloads, missing_package
+from engine.modeling.weights import fit_weights, read_file
 from engine.zero.scalars import whole_shape
 from models.mmdet_setup import import_mmdet, quiet
 from models.zoo import zoo_configs
+
+TEACHER = "teacher_ckpt"  # the option of a distilled detector that names the file of its teacher's weights
 
 
 def config_path(name: str) -> Path:
@@ -59,8 +62,13 @@ def read_model(name: str) -> Any:
 
 
 def dropped_weights(config: DetectorConfig) -> list[str]:
-    """What the mmdet config would have downloaded, as `place: source`."""
-    return drop_downloads(read_model(config.config))
+    """What the mmdet config would have downloaded and no file replaces, as `place: source`."""
+    dropped = drop_downloads(read_model(config.config))
+    return [
+        place
+        for place in dropped
+        if not (config.options.get(TEACHER) if place.startswith("teacher") else config.load_from)
+    ]
 
 
 def model_config(config: DetectorConfig, classes: Classes) -> Any:
@@ -73,8 +81,9 @@ def model_config(config: DetectorConfig, classes: Classes) -> Any:
 
     full = Config(dict(model=read_model(config.config)))
     adapt(full.model, classes, config.config, _read_teacher)
+    options = {key: value for key, value in config.options.items() if key != TEACHER}
     try:
-        full.merge_from_dict({f"model.{key}": value for key, value in config.options.items()})
+        full.merge_from_dict({f"model.{key}": value for key, value in options.items()})
     except (KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"detector.options do not fit the model ({error})") from None
     downloads = drop_downloads(full.model)
@@ -114,6 +123,9 @@ def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
                 f"{name} has {count} classes but the data has {len(classes.things)}: "
                 "remove num_classes from detector.options"
             )
+    if config.options.get(TEACHER):
+        teacher = str(config.options[TEACHER])
+        fit_weights(model.teacher_model, read_file(teacher)[0], teacher, drop_mismatched=False)
     _register_aliases(model)
     _limit_outputs(model, len(classes.things))
     for prefix in config.frozen:

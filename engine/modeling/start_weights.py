@@ -14,8 +14,8 @@ def start_warnings(model: nn.Module, dropped: Sequence[str], filled: Collection[
     lines = []
     if dropped:
         lines.append(
-            f"the detector starts with random weights: nothing is downloaded, and its config names "
-            f"{first_of(dropped, 3)}; give a file as detector.load_from"
+            "the detector starts with random weights: nothing is downloaded, and its config names "
+            f"{first_of(dropped, 3)}; give a file as {_option(dropped)}"
         )
     random = [name for name, p in model.named_parameters() if not p.requires_grad and name not in set(filled)]
     if random:
@@ -24,6 +24,13 @@ def start_warnings(model: nn.Module, dropped: Sequence[str], filled: Collection[
             f"detector.load_from, or train them{_how(model)}"
         )
     return lines
+
+
+def _option(dropped: Sequence[str]) -> str:
+    """A distilled detector's teacher has a file of its own."""
+    names = ["detector.load_from"] * any(not place.startswith("teacher:") for place in dropped)
+    names += ["detector.options.teacher_ckpt"] * any(place.startswith("teacher:") for place in dropped)
+    return " and ".join(names)
 
 
 def _how(model: nn.Module) -> str:

@@ -161,8 +161,7 @@ def _load_weights(config: RunConfig, model: nn.Module, *, resuming: bool) -> Non
         say(f"weights {report}")
         filled = report.matched
     if not resuming:  # a checkpoint fills everything
-        with_file = bool(detector.load_from)
-        dropped = [] if with_file or config.data.task == "classification" else dropped_weights(detector)
+        dropped = [] if config.data.task == "classification" else dropped_weights(detector)
         for line in start_warnings(model, dropped, filled):
             say(f"WARNING {line}")
 

@@ -2,7 +2,7 @@
 
 import pytest
 from tiny_detectors import DETECTORS, detector
-from tiny_run import difference, merged, train_tiny
+from tiny_run import merged, train_tiny
 
 AGVM = {"type": "AGVMAdamW", "params": {"lr": 1e-3, "tau": 1, "start_step": 0}}
 BF16 = {"bf16": {"enabled": True}}
