@@ -375,8 +375,79 @@ def main() -> None:
     print(f"wrote {options.page}")
 
 
+INTRODUCTION = """# Detectors
+
+What became of one detector of every mmdet family: two optimizer steps of micro-batches of two images on the embedded
+data set at 128 pixels, and an evaluation, through the real loop on the CPU, from random weights. Written by
+[benchmarks/mmdet_families.py](../benchmarks/mmdet_families.py) with mmdet {mmdet}, torch {torch} and DeepSpeed
+{deepspeed}. Seconds are those of a shared machine with two cores: the whole run, without imports.
+
+{counts}
+
+A detector takes its data from the engine's own pipeline (`data`), and not from the mmdet config. What is different
+from mmdet, for all of them:
+
+- **Nothing is downloaded.** A run names the weights that its config would have fetched, and warns of layers that are
+  frozen and random: give `detector.load_from`, or `"backbone.frozen_stages": -1`. A distilled detector's teacher is
+  filled from `detector.options` `{{"teacher_ckpt": FILE}}`.
+- **Normalisers belong to the micro-batch.** mmdet's heads with `reduce_mean` (DETRs, FCOS, ATSS, YOLOX, ...) divide
+  by the mean number of objects over ranks, so that a gradient depends on which micro-batches run at the same time.
+  Here they divide by their own micro-batch's, which gives the same weights on any number of ranks;
+  `detector.normaliser: "ranks"` is mmdet's way.
+- **Sizes.** Heads and lists of class weights have the classes of the data. Images are padded to the multiple that a
+  neck needs. mmdet's padding to one fixed size (LSJ configs) is left out, and YOLOX's random size follows from the
+  step.
+- **SyncBN** in a config means statistics over all ranks, on CPUs too.
+- **The semantic branch** of HTC and SCNet learns from a map drawn from the objects' masks, with one class for the
+  background.
+- **RPN and CrowdDet** find objects without their classes: they are trained and scored as if there were one class.
+
+"""
+
+
 def page(results: dict[str, dict[str, Any]]) -> str:
-    return json.dumps(results)  # replaced below
+    from importlib.metadata import version
+
+    versions = {name: version(package) for name, package in _PACKAGES.items()}
+    titles = [mode.title for mode in MODES.values()]
+    lines = ["| family | config | " + " | ".join(titles) + " |", "|" + "---|" * (2 + len(titles))]
+    reasons = []
+    for name, family in FAMILIES.items():
+        cells = []
+        for mode_name, mode in MODES.items():
+            result = results.get(f"{mode_name} {name}")
+            if name not in mode.families:
+                cells.append("")
+            elif result is None:
+                cells.append("not run")
+            else:
+                cells.append(f"{result['verdict']}, {result['seconds']:.0f} s")
+                if result["verdict"] != "works":
+                    reasons.append(f"| {name} | {mode.title} | {result['text']} |")
+        changed = " (smaller, see below)" if family.options else ""
+        lines.append(f"| {name} | {family.config.removesuffix('.py')}{changed} | {' | '.join(cells)} |")
+    text = INTRODUCTION.format(counts=_counts(results), **versions) + "\n".join(lines) + "\n\n"
+    text += "## What does not work\n\n| family | run | the run's own words |\n|---|---|---|\n" + "\n".join(reasons)
+    text += "\n\n## What was made smaller\n\n| family | `detector.options` |\n|---|---|\n"
+    text += "\n".join(f"| {name} | `{json.dumps(f.options)}` |" for name, f in FAMILIES.items() if f.options)
+    text += "\n\n## Families of other data\n\nTheir models take something else than an image and its objects:\n\n"
+    text += "\n".join(f"- {name}: {what}" for name, what in OTHER_DATA.items())
+    return text + "\n"
+
+
+_PACKAGES = {"mmdet": "onedl-mmdetection", "torch": "torch", "deepspeed": "deepspeed"}
+
+
+def _counts(results: dict[str, dict[str, Any]]) -> str:
+    sentences = []
+    for mode_name, mode in MODES.items():
+        found = [results.get(f"{mode_name} {name}", {}).get("verdict") for name in mode.families]
+        sentences.append(
+            f"- {mode.title}: of {len(found)} families **{found.count('works')} work**, {found.count('refused')} are "
+            f"refused in one sentence, {found.count('fails')} fail"
+            + (f", {found.count(None)} were not run" if None in found else "")
+        )
+    return "\n".join(sentences)
 
 
 if __name__ == "__main__":
