@@ -21,7 +21,8 @@ from engine.zero.scalars import whole_shape
 # Parts that are divided into their children: the paper's bbox head and mask head are inside `roi_head`, and the head of
 # MaskFormer and Mask2Former is most of the detector.
 DIVIDED = ("roi_head", "panoptic_head")
-# Parts that are modules of their own, by their last name.
+# Parts that are modules of their own, by their last name, unless they are nothing but tables of embeddings: the RPN head
+# of Sparse R-CNN is a list of boxes.
 MODULES = ("backbone", "neck", "encoder", "decoder", "*_head")
 # Parts that belong to another module, by their name in the detector; the first module that exists takes them.
 JOINED: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -37,14 +38,13 @@ JOINED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("positional_encoding", ("encoder",)),
 )
 NEIGHBOURS = ("decoder", "bbox_head", "mask_head", "rpn_head", "backbone")  # of every other small part
-# Shares of the detector's parameters below which a part is small: one that `MODULES` names, and any other.
-SMALL_MODULE = 1e-3
-SMALL_PART = 1e-2
+SMALL = 1e-2  # share of the detector's parameters from which a part with another name is a module too
 
 
 class _Part(NamedTuple):
     prefix: str
     size: int
+    embeddings_only: bool = False
 
     @property
     def name(self) -> str:
@@ -77,29 +77,25 @@ def detector_modules(model: nn.Module) -> dict[str, list[str]]:
 
 def _parts(model: nn.Module) -> Iterator[_Part]:
     """Children of the detector, or of a divided child, and parameters between them."""
-    for name, child in model.named_children():
-        if name in DIVIDED:
-            yield from (_Part(f"{name}.{part.prefix}", part.size) for part in _children(child))
-        elif (size := _size(child)) > 0:
-            yield _Part(name, size)
-    yield from (_Part(name, whole_shape(p).numel()) for name, p in model.named_parameters(recurse=False))
+    for part in _children(model, ""):
+        if part.prefix in DIVIDED:
+            yield from _children(model.get_submodule(part.prefix), f"{part.prefix}.")
+        else:
+            yield part
 
 
-def _children(module: nn.Module) -> Iterator[_Part]:
-    sizes = {name: _size(child) for name, child in module.named_children()}
-    yield from (_Part(name, size) for name, size in sizes.items() if size)
-    yield from (_Part(name, whole_shape(p).numel()) for name, p in module.named_parameters(recurse=False))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(whole_shape(p).numel() for p in module.parameters())
+def _children(module: nn.Module, path: str) -> Iterator[_Part]:
+    for name, child in module.named_children():
+        size = sum(whole_shape(p).numel() for p in child.parameters())
+        owners = [part for part in child.modules() if next(part.parameters(recurse=False), None) is not None]
+        if size:
+            yield _Part(path + name, size, all(isinstance(owner, nn.Embedding) for owner in owners))
+    yield from (_Part(path + name, whole_shape(p).numel()) for name, p in module.named_parameters(recurse=False))
 
 
 def _stands_alone(part: _Part, total: int) -> bool:
-    if part.name == "backbone":  # the usual anchor
-        return True
     named = any(fnmatch(part.name, pattern) for pattern in MODULES)
-    return part.size >= (SMALL_MODULE if named else SMALL_PART) * total
+    return not part.embeddings_only and (named or part.size >= SMALL * total)
 
 
 def describe_modules(groups: Sequence[Mapping[str, Any]], modules: Mapping[str, Sequence[str]]) -> str:
