@@ -21,7 +21,7 @@ from engine.zero.scalars import whole_shape
 # Parts that are divided into their children: the paper's bbox head and mask head are inside `roi_head`, and the head of
 # MaskFormer and Mask2Former is most of the detector.
 DIVIDED = ("roi_head", "panoptic_head")
-# Parts that are modules of their own, by their last name, unless they are nothing but tables of embeddings: the RPN head
+# Parts that are modules of their own, by their last name, unless they are nothing but embeddings: the RPN head
 # of Sparse R-CNN is a list of boxes.
 MODULES = ("backbone", "neck", "encoder", "decoder", "*_head")
 # Parts that belong to another module, by their name in the detector; the first module that exists takes them.
