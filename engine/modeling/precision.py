@@ -49,7 +49,7 @@ def loss_in_fp32(model: nn.Module) -> None:
             module.forward = _Fp32Call(module.forward)
         collate = getattr(module, "collate_dn_queries", None)  # DINO's denoising queries
         if collate is not None:
-            module.collate_dn_queries = _Fp32Queries(collate)
+            setattr(module, "collate_dn_queries", _Fp32Queries(collate))  # noqa: B010  (mypy takes it for a parameter)
         for name in names:
             method = getattr(module, name, None)
             if callable(method) and not isinstance(method, nn.Module):
