@@ -104,6 +104,8 @@ def _write_mmdet_config(path: Path, config: RunConfig, dataset_meta: dict[str, A
 
     classes = Classes.from_meta(dataset_meta)
     model = model_config(config.detector, classes)
+    if "data_preprocessor" in model:
+        model["data_preprocessor"].pop("batch_augments", None)  # for training only
     content: dict[str, Any] = {
         "default_scope": "mmdet",
         "model": model,
