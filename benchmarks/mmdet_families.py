@@ -430,8 +430,8 @@ from mmdet, for all of them:
   Here they divide by their own micro-batch's, which gives the same weights on any number of ranks;
   `detector.normaliser: "ranks"` is mmdet's way.
 - **Sizes.** Heads and lists of class weights have the classes of the data. Images are padded to the multiple that a
-  neck needs. mmdet's padding to one fixed size (LSJ configs) is left out, and YOLOX's random size follows from the
-  step.
+  neck needs. mmdet's resizing or padding of a batch to one fixed size (LSJ configs, CrowdDet) is left out, and YOLOX's
+  random size follows from the step.
 - **SyncBN** in a config means statistics over all ranks, on CPUs too.
 - **The semantic branch** of HTC and SCNet learns from a map drawn from the objects' masks, with one class for the
   background.

@@ -29,7 +29,7 @@ _PACKAGES = {
     "BertModel": ("transformers", "transformers"),
     "Detectron2Wrapper": ("detectron2", "detectron2"),
 }
-# mmdet's batch augmentations and ours in their place. The first draws with the state of one rank. The others bring every
+# mmdet's batch augmentations and ours in their place. The first draws with the state of one rank. The others bring a
 # batch to the fixed size of mmdet's own pipeline, 1024 pixels and more; images here are as large as `data.scale` says.
 _AUGMENTS = {"BatchSyncRandomResize": "StepRandomResize", "BatchFixedSizePad": None, "BatchResize": None}
 

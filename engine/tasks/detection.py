@@ -109,7 +109,7 @@ def objects_as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
         image_id=sample.img_id,
         boxes=found.bboxes.float().cpu().numpy(),
         scores=found.scores.float().cpu().numpy(),
-        labels=found.labels.cpu().numpy(),
+        labels=found.labels.long().cpu().numpy(),  # CrowdDet's are fp32
     )
     if with_masks:
         masks = found.masks.cpu().numpy().astype(np.uint8)

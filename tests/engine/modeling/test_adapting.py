@@ -47,6 +47,8 @@ def test_batch_augmentations_follow_the_step_and_fixed_sizes_are_dropped():
     assert resize["type"] == "StepRandomResize" and resize["interval"] == 10
     lsj = configured("atss/atss_r18_fpn_8xb8-amp-lsj-200e_coco.py")
     assert lsj.data_preprocessor.batch_augments is None
+    crowd = configured("crowddet/crowddet-rcnn_r50_fpn_8xb2-30e_crowdhuman.py")
+    assert crowd.data_preprocessor.batch_augments is None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,13 @@ def test_what_cannot_be_trained_is_refused_in_words(monkeypatch, name, words):
     with pytest.raises(ConfigError, match=words) as caught:
         configured(name)
     assert "\n" not in str(caught.value)
+
+
+def test_recomputed_layers_of_an_encoder_name_their_package(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda m, *a: None if m == "fairscale" else found(m, *a))
+    with pytest.raises(ConfigError, match="needs the package fairscale"):
+        configured("dino/dino-4scale_r50_8xb2-12e_coco.py", **{"encoder.num_cp": 6})
 
 
 def test_frozen_random_layers_are_named_with_the_weights_that_were_dropped():
