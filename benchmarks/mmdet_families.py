@@ -56,6 +56,17 @@ def thin_hourglass(stages: int = 1) -> dict[str, Any]:
     }
 
 
+# Fewer regions where an R-CNN would take minutes.
+FEW: dict[str, Any] = {
+    "train_cfg.rpn_proposal.nms_pre": 200,
+    "train_cfg.rpn_proposal.max_per_img": 100,
+    "test_cfg.rpn.nms_pre": 200,
+    "test_cfg.rpn.max_per_img": 50,
+    "test_cfg.rcnn.max_per_img": 10,
+}
+ONE_STAGE = {**FEW, "train_cfg.rcnn.sampler.num": 64}
+THREE_STAGES = {**FEW, **{f"train_cfg.rcnn.{stage}.sampler.num": 64 for stage in range(3)}}
+
 FAMILIES: dict[str, Family] = {
     "albu_example": masks("mask-rcnn_r50_fpn_albu-1x_coco.py"),
     "atss": Family("atss_r18_fpn_8xb8-amp-lsj-200e_coco.py"),
@@ -108,7 +119,7 @@ FAMILIES: dict[str, Family] = {
     "grounding_dino": Family("grounding_dino_r50_scratch_8xb2_1x_coco.py"),
     "guided_anchoring": Family("ga-retinanet_r50_fpn_1x_coco.py"),
     "hrnet": Family("fcos_hrnetv2p-w18-gn-head_4xb4-1x_coco.py"),
-    "htc": masks("htc_r50_fpn_1x_coco.py"),
+    "htc": masks("htc_r50_fpn_1x_coco.py", **THREE_STAGES),
     "instaboost": masks("mask-rcnn_r50_fpn_instaboost-4x_coco.py"),
     "lad": Family("lad_r50-paa-r101_fpn_2xb8_coco_1x.py"),
     "ld": Family("ld_r18-gflv1-r101_fpn_1x_coco.py"),
@@ -142,21 +153,21 @@ FAMILIES: dict[str, Family] = {
     "rpn": Family("rpn_r50_fpn_1x_coco.py"),
     "rtmdet": Family("rtmdet_tiny_8xb32-300e_coco.py"),
     "sabl": Family("sabl-retinanet_r50_fpn_1x_coco.py"),
-    "scnet": masks("scnet_r50_fpn_1x_coco.py"),
-    "scratch": Family("faster-rcnn_r50-scratch_fpn_gn-all_6x_coco.py"),
+    "scnet": masks("scnet_r50_fpn_1x_coco.py", **THREE_STAGES),
+    "scratch": Family("faster-rcnn_r50-scratch_fpn_gn-all_6x_coco.py", options=ONE_STAGE),
     "seesaw_loss": masks("mask-rcnn_r50_fpn_seesaw-loss_random-ms-2x_lvis-v1.py"),
-    "selfsup_pretrain": masks("mask-rcnn_r50-mocov2-pre_fpn_1x_coco.py"),
-    "simple_copy_paste": masks("mask-rcnn_r50_fpn_rpn-2conv_4conv1fc_syncbn-all_32xb2-ssj-90k_coco.py"),
+    "selfsup_pretrain": masks("mask-rcnn_r50-mocov2-pre_fpn_1x_coco.py", **ONE_STAGE),
+    "simple_copy_paste": masks("mask-rcnn_r50_fpn_rpn-2conv_4conv1fc_syncbn-all_32xb2-ssj-90k_coco.py", **ONE_STAGE),
     "solo": masks("solo_r50_fpn_1x_coco.py"),
     "solov2": masks("solov2-light_r18_fpn_ms-3x_coco.py"),
-    "sort": Family("faster-rcnn_r50_fpn_8xb2-4e_mot17halftrain_test-mot17halfval.py"),
+    "sort": Family("faster-rcnn_r50_fpn_8xb2-4e_mot17halftrain_test-mot17halfval.py", options=ONE_STAGE),
     "sparse_rcnn": Family("sparse-rcnn_r50_fpn_1x_coco.py"),
     "ssd": Family("ssdlite_mobilenetv2-scratch_8xb24-600e_coco.py"),
-    "strong_baselines": masks("mask-rcnn_r50_fpn_rpn-2conv_4conv1fc_syncbn-all_lsj-50e_coco.py"),
+    "strong_baselines": masks("mask-rcnn_r50_fpn_rpn-2conv_4conv1fc_syncbn-all_lsj-50e_coco.py", **ONE_STAGE),
     "swin": Family("retinanet_swin-t-p4-w7_fpn_1x_coco.py"),
     "timm_example": Family("retinanet_timm-efficientnet-b1_fpn_1x_coco.py"),
     "tood": Family("tood_r50_fpn_1x_coco.py"),
-    "tridentnet": Family("tridentnet_r50-caffe_1x_coco.py"),
+    "tridentnet": Family("tridentnet_r50-caffe_1x_coco.py", options=ONE_STAGE),
     "v3det": Family("fcos_r50_fpn_8x4_sample1e-3_mstrain_v3det_2x.py"),
     "vfnet": Family("vfnet_r50_fpn_1x_coco.py"),
     "wider_face": Family("ssd300_8xb32-24e_widerface.py"),
@@ -194,8 +205,9 @@ ONE_MAP = {"backbone.depth": 18, "neck.in_channels": [512], **LAYERS}
 # Gathered parameters make ZeRO-3 on two ranks several times slower: there, ResNets have 18 layers and transformers few.
 SMALLER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("autoassign", "cascade_rcnn", "condinst", "faster_rcnn", "fcos", "foveabox", "gfl", "htc", "mask_rcnn",
-         "panoptic_fpn", "queryinst", "sparse_rcnn", "tood", "vfnet"), FPN),
+        ("autoassign", "condinst", "fcos", "foveabox", "gfl", "queryinst", "sparse_rcnn", "tood", "vfnet"), FPN),
+    **dict.fromkeys(("faster_rcnn", "mask_rcnn", "panoptic_fpn"), {**FPN, **ONE_STAGE}),
+    **dict.fromkeys(("cascade_rcnn", "htc"), {**FPN, **THREE_STAGES}),
     **dict.fromkeys(("ddq", "deformable_detr", "dino"), THREE_MAPS),
     **dict.fromkeys(("conditional_detr", "dab_detr", "detr"), ONE_MAP),
     "mask2former": {
@@ -253,7 +265,7 @@ def settings(name: str, mode: Mode, work_dir: str) -> dict[str, Any]:
         "data": {
             "task": family.task,
             "dataset": "shapes",
-            "shapes": {"train_images": 8, "val_images": 3, "image_size": 128},
+            "shapes": {"train_images": 8, "val_images": 2, "image_size": 128},
             "scale": [128, 128],
             "workers": 0,
         },
