@@ -98,6 +98,7 @@ RTMDET_OPTIONS = {
     "bbox_head.stacked_convs": 1,
 }
 YOLOX_OPTIONS = {
+    **{f"{part}.norm_cfg": {"_delete_": True, **GROUPS} for part in ("backbone", "neck", "bbox_head")},
     "backbone.widen_factor": 0.125,
     "neck.in_channels": [32, 64, 128],
     "neck.out_channels": 16,

@@ -1,4 +1,7 @@
-"""DINO and Mask2Former: the same weights at every stage and on any number of ranks, and after a stop."""
+"""DINO, Mask2Former and YOLOX: the same weights at every stage and on any number of ranks, and after a stop.
+
+mmdet averages what their losses are divided by over the ranks; here that is an option.
+"""
 
 import pytest
 from resumed_run import results, same, settings, straight_and_broken
@@ -12,16 +15,17 @@ def runs(name, cases):
     return [train_tiny(merged(changes, merged(STEPS, detector(name))))["weights"] for changes in cases]
 
 
-@pytest.mark.parametrize("name", ["dino", "mask2former"])
-def test_ranks_and_stages_reach_the_same_weights(ranks, name):
+# YOLOX sums its losses over all boxes: rounding is larger beside its gradients.
+@pytest.mark.parametrize("name, bound", [("dino", 1e-6), ("mask2former", 1e-6), ("yolox", 1e-5)])
+def test_ranks_and_stages_reach_the_same_weights(ranks, name, bound):
     (alone,) = ranks.run(runs, 1, name, [{}])[0]
     stages = [{"zero_optimization": {"stage": stage}} for stage in (1, 3)]
     averaged = {"detector": {"normaliser": "ranks"}}
     *together, over_ranks = ranks.run(runs, 2, name, [*stages, averaged])[0]
     for weights in together:
-        assert difference(alone, weights) < 1e-6
+        assert difference(alone, weights) < bound
     # mmdet's own way: how many objects the other rank has at the moment changes the gradient.
-    assert difference(alone, over_ranks) > 1e-5
+    assert difference(alone, over_ranks) > 10 * bound
 
 
 def interrupted(name, stage):
