@@ -1,10 +1,11 @@
-"""Faults of mmdet (3.5.1) that would end an evaluation on a CPU, put right from outside."""
+"""Faults of mmdet (3.5.1) that would end an evaluation, put right from outside."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from mmdet.models.dense_heads import SSDHead
 from mmdet.models.roi_heads.mask_heads import fcn_mask_head
 
 _paste = fcn_mask_head._do_paste_mask
@@ -22,3 +23,5 @@ def _paste_inside(masks: torch.Tensor, boxes: torch.Tensor, img_h: int, img_w: i
 
 
 fcn_mask_head._do_paste_mask = _paste_inside
+# The base class asks every head's classification loss for the kind of its scores. SSD's head has none, but calls torch.
+SSDHead.loss_cls = None

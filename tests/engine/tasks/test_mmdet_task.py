@@ -91,3 +91,16 @@ def test_a_box_outside_the_image_has_an_empty_mask():
         assert whole.sum() == 0
     pasted, place = fcn_mask_head._do_paste_mask(masks, inside, 10, 10, skip_empty=True)
     assert pasted.sum() > 20 and place[0].stop <= 10
+
+
+def test_ssd_predicts():
+    from mmdet.registry import MODELS
+
+    from engine.modeling.detector import model_config
+
+    config = model_config(DetectorConfig(config="mmdet::ssd/ssd300_coco.py", options={}), CLASSES)
+    head = MODELS.build({**config.bbox_head, "in_channels": [8] * 6, "test_cfg": config.test_cfg})
+    maps = tuple(torch.randn(1, 8, size, size) for size in (38, 19, 10, 5, 3, 1))
+    sample = dict(img_shape=(300, 300), ori_shape=(300, 300), scale_factor=(1.0, 1.0))
+    (found,) = head.predict_by_feat(*head(maps), batch_img_metas=[sample], rescale=True)
+    assert found.bboxes.shape[1] == 4 and set(found.labels.tolist()) <= {0, 1, 2}
