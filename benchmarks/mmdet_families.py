@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = {
     "tridentnet": Family("tridentnet_r50-caffe_1x_coco.py", options=ONE_STAGE),
     "v3det": Family("fcos_r50_fpn_8x4_sample1e-3_mstrain_v3det_2x.py"),
     "vfnet": Family("vfnet_r50_fpn_1x_coco.py"),
-    "wider_face": Family("ssd300_8xb32-24e_widerface.py"),
+    "wider_face": Family("retinanet_r50_fpn_1x_widerface.py"),
     "yolact": masks("yolact_r50_1xb8-55e_coco.py"),
     "yolo": Family("yolov3_mobilenetv2_8xb24-320-300e_coco.py"),
     "yolof": Family("yolof_r50-c5_8xb8-1x_coco.py"),

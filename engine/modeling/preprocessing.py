@@ -26,12 +26,16 @@ class Preprocessor:
         self._preprocess: Any = copy.deepcopy(model.data_preprocessor).to(device)
         self._dtype = precision.dtype
         self._one_class = one_class(model)
+        # YOLACT takes all images of a micro-batch for equally large: the others' padding counts as background.
+        self._even = type(getattr(model, "bbox_head", None)).__name__ == "YOLACTHead"
         self._background = model.roi_head.semantic_head.num_classes - 1 if has_semantic_branch(model) else None
 
     def __call__(self, batch: dict[str, Any], *, training: bool) -> tuple[torch.Tensor, list[Any]]:
         data = self._preprocess(batch, training)
         for sample in data["data_samples"]:
             _complete(sample)
+            if self._even:
+                sample.set_metainfo({"pad_shape": sample.batch_input_shape})
             if training and self._one_class:
                 sample.gt_instances.labels = torch.zeros_like(sample.gt_instances.labels)
                 _give_company(sample)
