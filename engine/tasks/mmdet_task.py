@@ -61,9 +61,10 @@ def check_task(model: nn.Module, name: str, task: str) -> None:
 
 
 def check_queries(model: nn.Module, scale: Sequence[int]) -> None:
-    """A two-stage DETR takes its queries from the positions of the feature maps: there must be enough of them."""
+    """A two-stage DETR takes its queries from the positions of the feature maps: there must be enough of them, except
+    for DDQ, which takes as many as differ."""
     queries, levels = getattr(model, "num_queries", 0), getattr(model, "num_feature_levels", None)
-    if not (getattr(model, "as_two_stage", False) and isinstance(levels, int)):
+    if not (getattr(model, "as_two_stage", False) and isinstance(levels, int)) or hasattr(model, "dqs_cfg"):
         return
     positions = sum(math.prod(math.ceil(side / 2 ** (3 + level)) for side in scale) for level in range(levels))
     if queries > positions:

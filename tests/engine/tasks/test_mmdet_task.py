@@ -45,6 +45,7 @@ def test_more_queries_than_positions_are_refused_with_a_number_that_fits():
         ConfigError, match=r"200 queries from 3 feature maps, but images of 64x96 have only 126 positions"
     ):
         check_queries(dino, [64, 96])
+    check_queries(built("mmdet::ddq/ddq-detr-4scale_r50_8xb2-12e_coco.py"), [64, 64])
     check_queries(built("mmdet::detr/detr_r18_8xb2-500e_coco.py"), [64, 64])  # its queries are learnt
 
 
