@@ -126,29 +126,15 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
 
     Only the class of each layer changes. The object stays, so parameter names and references to it stay valid.
     """
-    replacements: dict[type, type[Fp32BatchNorm]] = {
-        nn.BatchNorm1d: Fp32BatchNorm,
-        nn.BatchNorm2d: Fp32BatchNorm,
-        nn.BatchNorm3d: Fp32BatchNorm,
-        nn.SyncBatchNorm: Fp32BatchNorm,
-        _timm_batch_norm_act(): Fp32BatchNormAct,
-        Fp32BatchNorm: Fp32BatchNorm,
-        Fp32BatchNormAct: Fp32BatchNormAct,
-    }
     norms = [
         m
         for m in model.modules()
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.modules.instancenorm._InstanceNorm)
     ]
     for module in norms:
-        if type(module) not in replacements:
-            raise ValueError(
-                f"{type(module).__name__} is a batch norm of its own kind, which can be neither "
-                "synchronised over ranks nor kept in fp32: use plain BatchNorm layers"
-            )
         # A layer that is synchronised already stays so.
         already = isinstance(module, nn.SyncBatchNorm) or (isinstance(module, Fp32BatchNorm) and module.synchronise)
-        module.__class__ = replacements[type(module)]
+        module.__class__ = _replacement(type(module))
         assert isinstance(module, Fp32BatchNorm)
         module.synchronise = synchronise or already
         if synchronise:
@@ -157,10 +143,24 @@ def convert_batch_norm(model: nn.Module, *, synchronise: bool, process_group: An
     return len(norms)
 
 
-def _timm_batch_norm_act() -> type:
+def has_sync_bn(model: nn.Module) -> bool:
+    """Whether the model asks for statistics over all ranks in its own config (`norm_cfg` SyncBN)."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def _replacement(kind: type) -> type[Fp32BatchNorm]:
+    """The class for a batch norm of this type, which may be a subclass that computes no differently: mmengine's SyncBN
+    only checks the number of dimensions in another way."""
     from timm.layers import BatchNormAct2d
 
-    return BatchNormAct2d
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Fp32BatchNorm)
+    for known in (Fp32BatchNormAct, BatchNormAct2d, *plain):
+        if issubclass(kind, known) and kind.forward is known.forward:
+            return Fp32BatchNorm if known in plain else Fp32BatchNormAct
+    raise ValueError(
+        f"{kind.__name__} is a batch norm of its own kind, which can be neither synchronised over ranks nor kept in "
+        "fp32: use plain BatchNorm layers"
+    )
 
 
 def keep_statistics(model: nn.Module) -> None:

@@ -91,6 +91,12 @@ class DetectorConfig(CodeBlock):
         AblationConfig(), resume="fixed", description="the paper's ablations (docs/recipes.md)"
     )
     sync_bn: bool = setting(False, resume="changes", description="batch-norm statistics over all ranks")
+    normaliser: Literal["micro_batch", "ranks"] = setting(
+        "micro_batch",
+        resume="changes",
+        description="what heads divide their losses by: the objects of the micro-batch (the same weights on any number "
+        "of ranks), or their mean over the ranks (as mmdet does in FCOS, ATSS, YOLOX, DETRs, ...)",
+    )
     checkpoint_activations: list[str] = setting(
         [], resume="free", description="prefixes of modules whose blocks are recomputed in backward"
     )

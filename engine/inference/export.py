@@ -112,6 +112,8 @@ def _write_mmdet_config(path: Path, config: RunConfig, model: Any, classes: Clas
     import_mmdet()
     from mmengine.config import Config  # here: import_mmdet() must come first
 
+    if "data_preprocessor" in model:
+        model["data_preprocessor"].pop("batch_augments", None)  # for training only
     content: dict[str, Any] = {
         "default_scope": "mmdet",
         "model": model,

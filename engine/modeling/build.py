@@ -16,7 +16,7 @@ from engine.modeling.recompute import checkpoint_blocks
 from engine.randomness import BUILD, seed_all
 from engine.zero.partitioned_build import initialise, partitioned
 from engine.zero.scalars import give_dimensions
-from models.batch_norm import convert_batch_norm
+from models.batch_norm import convert_batch_norm, has_sync_bn
 
 
 class ModelBuilder(Protocol):
@@ -54,7 +54,7 @@ def build_model(
     if load is not None:
         load(model)
     give_dimensions(model)
-    if detector.sync_bn or precision.half:
+    if detector.sync_bn or precision.half or has_sync_bn(model):  # torch's SyncBatchNorm refuses CPU tensors
         try:
             convert_batch_norm(model, synchronise=detector.sync_bn)
         except ValueError as error:
@@ -63,4 +63,5 @@ def build_model(
         loss_in_fp32(model)
     if detector.checkpoint_activations:
         checkpoint_blocks(model, detector.checkpoint_activations)
-    return model.train()
+    model.train()  # mmdet's distilled detectors return nothing here
+    return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from engine.config.origin import TRUST, Origin
 from engine.config.schema import DetectorConfig
 from engine.data.types import Classes
 from engine.errors import ConfigError, first_line, nearest, short
+from engine.modeling.adapting import adapt, check_packages, drop_downloads, missing_package
+from engine.modeling.weights import fit_weights, read_file
 from engine.zero.scalars import whole_shape
 from models.carried_names import refusals
 from models.mmdet_setup import import_mmdet, quiet
 from models.registry_gate import import_paths_allowed
 from models.zoo import zoo_configs
+
+TEACHER = "teacher_ckpt"  # the option of a distilled detector that names the file of its teacher's weights
 
 
 def config_path(name: str, origin: Origin) -> Path:
@@ -54,6 +59,36 @@ def _is_file(name: str) -> bool:
         return False
 
 
+def read_model(name: str, origin: Origin) -> Any:
+    """The `model` of an mmdet config as it stands in its file."""
+    import_mmdet()
+    from mmengine.config import Config  # here: import_mmdet comes first and takes seconds
+
+    path = config_path(name, origin)
+    try:
+        full = Config.fromfile(str(path), import_custom_modules=origin is Origin.USER)
+    except ImportError as error:  # a config may import what registers its parts
+        package = re.search(r"(?:'imports': \[|No module named )'(\w+)", str(error))
+        if package is None:
+            raise ConfigError(f"mmdet config {path} cannot be read ({first_line(error)})") from None
+        raise ConfigError(missing_package(name, "its config", package[1])) from None
+    except Exception as error:  # a config is Python and may raise anything
+        raise ConfigError(f"mmdet config {path} cannot be read ({type(error).__name__}: {first_line(error)})") from None
+    if not isinstance(full.get("model"), dict):
+        raise ConfigError(f"mmdet config {path} defines no `model`")
+    return Config(dict(model=full.model)).model
+
+
+def dropped_weights(config: DetectorConfig) -> list[str]:
+    """What the mmdet config would have downloaded and no file replaces, as `place: source`."""
+    dropped = drop_downloads(read_model(config.config, config.origin))
+    return [
+        place
+        for place in dropped
+        if not (config.options.get(TEACHER) if place.startswith("teacher") else config.load_from)
+    ]
+
+
 def model_config(config: DetectorConfig, classes: Classes) -> Any:
     """The mmdet model dictionary that will be built."""
     import_mmdet()
@@ -62,31 +97,22 @@ def model_config(config: DetectorConfig, classes: Classes) -> Any:
 
     from models.ablations.apply import apply_ablations
 
-    trusted = config.origin is Origin.USER
-    path = config_path(config.config, config.origin)
-    try:
-        full = Config.fromfile(str(path), import_custom_modules=trusted)
-    except Exception as error:  # a config is Python and may raise anything
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"mmdet config {path} cannot be read ({reason})") from None
-    if not isinstance(full.get("model"), dict):
-        raise ConfigError(f"mmdet config {path} defines no `model`")
-    full = Config(dict(model=full.model))
-    _drop_downloads(full.model)
-    _size_heads(full.model, classes)
-    _merge_options(full, config.options)
+    full = Config(dict(model=read_model(config.config, config.origin)))
+    adapt(full.model, classes, config.config, lambda name: _read_teacher(name, config.origin))
+    _merge_options(full, {key: value for key, value in config.options.items() if key != TEACHER})
     for place in _weight_files(full.model, "detector.options"):
         raise ConfigError(
             f"{short(place)} would load weights by itself: remove it and name the file in detector.load_from "
             "(nothing is downloaded)"
         )
-    if not trusted:
+    if config.origin is not Origin.USER:
         for problem in refusals(full.model, "detector.options"):
             raise ConfigError(f"the carried config is refused: {problem}; {TRUST}")
     try:
         apply_ablations(full.model, **config.ablation.model_dump())
     except ValueError as error:
         raise ConfigError(f"detector.ablation.{error}") from None
+    check_packages(full.model, config.config)
     return full.model
 
 
@@ -130,36 +156,10 @@ def _weight_files(node: Any, where: str) -> Iterator[str]:
             yield from _weight_files(value, f"{where}[{number}]")
 
 
-def _walk(node: Any) -> Iterator[dict]:
-    if isinstance(node, dict):
-        yield node
-        for value in list(node.values()):
-            yield from _walk(value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _walk(value)
-
-
-def _drop_downloads(model: Any) -> None:
-    """Remove mmdet's entries that download pre-trained weights on every rank. Weights come from the user's file."""
-    for node in _walk(model):
-        init = node.get("init_cfg")
-        if isinstance(init, dict) and (init.get("type") == "Pretrained" or "checkpoint" in init):
-            node["init_cfg"] = None
-        for key in ("pretrained", "teacher_ckpt"):
-            if isinstance(node.get(key), str):
-                node[key] = None
-
-
-def _size_heads(model: Any, classes: Classes) -> None:
-    for node in _walk(model):
-        if "num_classes" in node and node.get("type") != "FusedSemanticHead":
-            node["num_classes"] = len(classes.things)
-        if "num_things_classes" in node:
-            node["num_things_classes"] = len(classes.things)
-            node["num_stuff_classes"] = len(classes.stuff)
-            if "num_classes" in node:
-                node["num_classes"] = len(classes.all)
+def _read_teacher(path: str, origin: Origin) -> Any:
+    """mmdet names teachers by their place in its repository, `configs/gfl/...`."""
+    own = origin is Origin.USER and _is_file(path)
+    return read_model(path if own else f"mmdet::{path.removeprefix('configs/')}", origin)
 
 
 def building(origin: Origin) -> contextlib.AbstractContextManager[None]:
@@ -181,14 +181,44 @@ def build_detector(config: DetectorConfig, classes: Classes) -> nn.Module:
         ) from error
     for name, module in model.named_modules():
         count = getattr(module, "num_classes", None)
-        if name.endswith("bbox_head") and count is not None and count != len(classes.things):
+        if name.endswith("bbox_head") and count not in (None, len(classes.things)) and not one_class(model):
             raise ConfigError(
                 f"{name} has {count} classes but the data has {len(classes.things)}: "
                 "remove num_classes from detector.options"
             )
+    if config.options.get(TEACHER):
+        teacher = str(config.options[TEACHER])
+        fit_weights(model.teacher_model, read_file(teacher)[0], teacher, drop_mismatched=False)
+    _register_aliases(model)
+    _limit_outputs(model, len(classes.things))
     for prefix in config.frozen:
         freeze(model, prefix)
     return model
+
+
+def _limit_outputs(model: Any, things: int) -> None:
+    """DETRs and MaskFormers return the best of (query, class), and mmdet (3.5.1) asks for more of them than there are
+    where queries and classes are few."""
+    queries = getattr(getattr(model, "panoptic_head", model), "num_queries", None)
+    for head in (getattr(model, "bbox_head", None), getattr(model, "panoptic_fusion_head", None)):
+        settings = getattr(head, "test_cfg", None)
+        for key in ("max_per_img", "max_per_image"):
+            if isinstance(queries, int) and settings is not None and key in settings:
+                settings[key] = min(settings[key], queries * things)
+
+
+def _register_aliases(model: Any) -> None:
+    """DDQ's decoder gets branches of the head under a second name, in mmdet (3.5.1) not before the first training step.
+    Names in files and in copies of the model must not depend on that."""
+    branches = getattr(getattr(model, "bbox_head", None), "aux_reg_branches", None)
+    if branches is not None:
+        model.decoder.aux_reg_branches = branches
+
+
+def one_class(model: nn.Module) -> bool:
+    """Whether the detector finds objects but not their classes: mmdet's RPN on its own, and CrowdDet."""
+    head = getattr(getattr(model, "roi_head", None), "bbox_head", None)
+    return type(model).__name__ == "RPN" or type(head).__name__ == "MultiInstanceBBoxHead"
 
 
 def build_preprocessor(config: DetectorConfig, classes: Classes) -> nn.Module:

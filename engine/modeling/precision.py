@@ -47,6 +47,9 @@ def loss_in_fp32(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BaseRoIExtractor):  # mmdet casts regions to the type of the features
             module.forward = _Fp32Call(module.forward)
+        collate = getattr(module, "collate_dn_queries", None)  # DINO's denoising queries
+        if collate is not None:
+            setattr(module, "collate_dn_queries", _Fp32Queries(collate))  # noqa: B010  (mypy takes it for a parameter)
         for name in names:
             method = getattr(module, name, None)
             if callable(method) and not isinstance(method, nn.Module):
@@ -63,6 +66,15 @@ class _Fp32Call:
         device = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
         with torch.autocast(device, enabled=False):
             return self.method(*_to_fp32(args), **_to_fp32(kwargs))
+
+
+class _Fp32Queries(_Fp32Call):
+    """mmdet writes queries into a new fp32 tensor, which takes no others. The label queries join those of the network,
+    so they return to its type; boxes stay fp32."""
+
+    def __call__(self, label_queries: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        labels, boxes = super().__call__(label_queries, *args, **kwargs)
+        return labels.to(label_queries.dtype), boxes
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -2,47 +2,112 @@
 
 AGVM has one learning-rate factor per module (backbone, neck, RPN head, ...). A param group carries the name of its
 module under `module`. There is one group per (module, weight decay): ZeRO is slow with many small groups.
+
+The modules of a detector are its backbone, neck, encoder, decoder and heads. A small part beside them (an embedding of
+queries, a norm) belongs to a neighbour: the variance of so few numbers is noise, and its mu would run away. The rules
+are the tables below; `optimizer.params.modules` overrides them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from engine.zero.scalars import whole_shape
 
-# The children of these count as modules: the paper's bbox head and mask head are inside `roi_head`.
-CONTAINERS = ("roi_head",)
+# Parts that are divided into their children: the paper's bbox head and mask head are inside `roi_head`, and the head of
+# MaskFormer and Mask2Former is most of the detector.
+DIVIDED = ("roi_head", "panoptic_head")
+# Parts that are modules of their own, by their last name, unless they are nothing but embeddings: the RPN head
+# of Sparse R-CNN is a list of boxes.
+MODULES = ("backbone", "neck", "encoder", "decoder", "*_head")
+# Parts that belong to another module, by their name in the detector; the first module that exists takes them.
+JOINED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("panoptic_head.pixel_decoder", ("pixel_decoder",)),
+    ("panoptic_head.transformer_decoder", ("transformer_decoder",)),
+    ("panoptic_head.cls_embed", ("predictor",)),
+    ("panoptic_head.mask_embed", ("predictor",)),
+    ("panoptic_head.*", ("transformer_decoder",)),
+    ("roi_head.mask_roi_extractor", ("mask_head", "bbox_head")),
+    ("roi_head.semantic_roi_extractor", ("semantic_head", "bbox_head")),
+    ("level_embed", ("encoder",)),
+    ("memory_trans_*", ("encoder",)),  # from the encoder's output to the proposals of a two-stage DETR
+    ("positional_encoding", ("encoder",)),
+)
+NEIGHBOURS = ("decoder", "bbox_head", "mask_head", "rpn_head", "backbone")  # of every other small part
+SMALL = 1e-2  # share of the detector's parameters from which a part with another name is a module too
+
+
+class _Part(NamedTuple):
+    prefix: str
+    size: int
+    embeddings_only: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.prefix.rsplit(".", 1)[-1]
 
 
 def detector_modules(model: nn.Module) -> dict[str, list[str]]:
-    """The modules of an mmdet detector, found from its attributes: name -> prefixes of parameter names.
+    """The modules of an mmdet detector by the rules above: name -> prefixes of parameter names.
 
-    Modules are the children that own parameters. `roi_head` is replaced by its own children (`bbox_head`, `mask_head`,
-    `semantic_head`, ...), under their own names unless the detector has a child of the same name. A parameter directly
-    on the detector forms a module named after it; parameters directly on `roi_head` form the module `roi_head`.
+    A part of `roi_head` keeps its own name (`bbox_head`), unless the detector has a child of the same name.
     """
-    modules: dict[str, list[str]] = {}
+    parts = list(_parts(model))
+    total = sum(part.size for part in parts)
     outer = {name for name, _ in model.named_children()}
-    for name, child in model.named_children():
-        inner = [part for part, _ in child.named_children()] if name in CONTAINERS else []
-        for part in inner:
-            if _owns_parameters(child.get_submodule(part)):
-                modules[f"{name}.{part}" if part in outer else part] = [f"{name}.{part}"]
-        loose = [f"{name}.{part}" for part, _ in child.named_parameters(recurse=False)]
-        if not inner and _owns_parameters(child):
-            modules[name] = [name]
-        elif inner and loose:
-            modules[name] = loose
-    for name, _ in model.named_parameters(recurse=False):
-        modules[name] = [name]
+    modules: dict[str, list[str]] = {}
+    left: list[tuple[_Part, tuple[str, ...]]] = []
+    for part in parts:
+        wanted = next((names for pattern, names in JOINED if fnmatch(part.prefix, pattern)), None)
+        if wanted is not None and part.prefix.startswith("panoptic_head."):
+            modules.setdefault(wanted[0], []).append(part.prefix)
+        elif wanted is None and _stands_alone(part, total):
+            modules[part.prefix if part.prefix != part.name and part.name in outer else part.name] = [part.prefix]
+        else:
+            left.append((part, (wanted or ()) + NEIGHBOURS))
+    for part, neighbours in left:
+        home = next((name for name in neighbours if name in modules), next(iter(modules), part.name))
+        modules.setdefault(home, []).append(part.prefix)
     return modules
 
 
-def _owns_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _parts(model: nn.Module) -> Iterator[_Part]:
+    """Children of the detector, or of a divided child, and parameters between them."""
+    for part in _children(model, ""):
+        if part.prefix in DIVIDED:
+            yield from _children(model.get_submodule(part.prefix), f"{part.prefix}.")
+        else:
+            yield part
+
+
+def _children(module: nn.Module, path: str) -> Iterator[_Part]:
+    for name, child in module.named_children():
+        size = sum(whole_shape(p).numel() for p in child.parameters())
+        owners = [part for part in child.modules() if next(part.parameters(recurse=False), None) is not None]
+        if size:
+            yield _Part(path + name, size, all(isinstance(owner, nn.Embedding) for owner in owners))
+    yield from (_Part(path + name, whole_shape(p).numel()) for name, p in module.named_parameters(recurse=False))
+
+
+def _stands_alone(part: _Part, total: int) -> bool:
+    named = any(fnmatch(part.name, pattern) for pattern in MODULES)
+    return not part.embeddings_only and (named or part.size >= SMALL * total)
+
+
+def describe_modules(groups: Sequence[Mapping[str, Any]], modules: Mapping[str, Sequence[str]]) -> str:
+    """Each module with its trained parameters in millions, and the parts in it that have other names."""
+    sizes: dict[str, int] = {}
+    for group in groups:
+        sizes[group["module"]] = sizes.get(group["module"], 0) + sum(whole_shape(p).numel() for p in group["params"])
+    texts = []
+    for module, size in sizes.items():
+        others = [prefix for prefix in modules.get(module, ()) if prefix.rsplit(".", 1)[-1] != module]
+        texts.append(f"{module} {size / 1e6:.2f}M" + (f" (with {', '.join(others)})" if others else ""))
+    return ", ".join(texts)
 
 
 def module_groups(

@@ -33,9 +33,11 @@ from engine.data.types import Classes
 from engine.errors import UserError, first_line
 from engine.modeling.build import build_model
 from engine.modeling.precision import Precision
+from engine.modeling.progress import Progress, tell
 from engine.planning.image_sizes import Size
 from engine.tasks.registry import task_of
 from engine.tasks.stand_ins import InstanceData, proposals_near
+from models.normaliser import normalised
 
 DEVICE = torch.device("cpu")  # of fake tensors: they have no memory, but operators ask where they are
 _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
@@ -271,7 +273,9 @@ def trace_step(
                 parameter.register_post_accumulate_grad_hook(partial(ready, place))
         live.follow(images)
         try:
-            with precision.autocast(DEVICE):
+            tell(Progress(step=0, steps=1, steps_per_epoch=1, seed=config.run.seed))
+            over_ranks = config.detector.normaliser == "ranks"
+            with precision.autocast(DEVICE), normalised(over_ranks=over_ranks):
                 loss = model.parse_losses(model.loss(images, samples))[0].float()
             kept, forward_peak = live.live, live.restart_peak()
             forward, live.costs = live.costs, Counter()

@@ -122,9 +122,16 @@ def write_scores(
     masks: bool,
     backend: str,
     table: bool,
+    one_class: bool = False,
 ) -> dict[str, float]:
-    """Write `eval.json` and `results.*.json` to a folder, and print a table if asked."""
+    """Write `eval.json` and `results.*.json` to a folder, and print a table if asked.
+
+    `one_class`: the detector finds objects without their classes, so all objects count as those of the first class.
+    """
     ids = category_ids_for(classes, content)
+    if one_class:
+        merged = [{**annotation, "category_id": ids[0]} for annotation in content["annotations"]]
+        content = {**content, "annotations": merged}
     results = {"bbox": coco_results(predictions, ids, masks=False)}
     if masks:
         results["segm"] = coco_results(predictions, ids, masks=True)

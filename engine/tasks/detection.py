@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from pycocotools import mask as coco_mask
+from torch import nn
 
 from engine import distributed
 from engine.config import RunConfig
@@ -17,6 +18,7 @@ from engine.data.coco import read_classes, test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
+from engine.modeling.detector import one_class
 from engine.tasks.base import Predict, Prediction, UsualData
 from engine.tasks.coco_scores import category_ids_for, coco_results, write_scores
 from engine.tasks.mmdet_task import MmdetTask
@@ -33,6 +35,7 @@ class Detection(MmdetTask):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.with_masks = config.data.task == "instance"
+        self.one_class = False
 
     def build_data(self) -> tuple[Split, Split, Classes]:
         return build_data(self.config.data)
@@ -42,6 +45,11 @@ class Detection(MmdetTask):
 
     def read_classes(self) -> Classes:
         return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=False)
+
+    def build_model(self, classes: Classes) -> nn.Module:
+        model = super().build_model(classes)
+        self.one_class = one_class(model)
+        return model
 
     def as_numbers(self, output: Any, classes: Classes) -> Prediction:
         return objects_as_numbers(output, with_masks=self.with_masks)
@@ -55,6 +63,7 @@ class Detection(MmdetTask):
             split.content,
             classes,
             masks=self.with_masks,
+            one_class=self.one_class,
             backend=self.config.run.eval_backend,
             table=table,
         )
@@ -101,7 +110,7 @@ def objects_as_numbers(sample: Any, *, with_masks: bool) -> dict[str, Any]:
         image_id=sample.img_id,
         boxes=found.bboxes.float().cpu().numpy(),
         scores=found.scores.float().cpu().numpy(),
-        labels=found.labels.cpu().numpy(),
+        labels=found.labels.long().cpu().numpy(),  # CrowdDet's are fp32
     )
     if with_masks:
         masks = found.masks.cpu().numpy().astype(np.uint8)

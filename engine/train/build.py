@@ -19,12 +19,15 @@ from engine.distributed import say
 from engine.errors import ConfigError, first_of
 from engine.files import CONFIG, write_json
 from engine.modeling.build import build_model
-from engine.modeling.detector import describe
+from engine.modeling.detector import describe, dropped_weights
 from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
+from engine.modeling.start_weights import start_warnings
 from engine.monitoring.live import LiveLine
+from engine.optim.agvm import AGVMOptimizer
 from engine.optim.attaching import attach
 from engine.optim.ema import ShardEMA
+from engine.optim.modules import describe_modules, detector_modules
 from engine.optim.registry import build_optimizer
 from engine.optim.schedule import build_schedule
 from engine.recipes.filling import explain
@@ -62,16 +65,21 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     with distributed.together():
         train, val, classes = task.build_data()
     with distributed.together():
-        model = build_model(task, classes, load=lambda model: _load_weights(config, model))
+        model = build_model(
+            task, classes, load=lambda model: _load_weights(config, model, resuming=checkpoint is not None)
+        )
         landscape = landscape_flags(train.dataset) if config.data.group_by_aspect else None
         batches = GlobalBatches(
             size=len(train.dataset), batch=plan.total, seed=config.run.seed, micro=plan.micro, landscape=landscape
         )
         schedule = build_schedule(config.schedule, batches.steps_per_epoch)
         optimizer = build_optimizer(config.optimizer, model, warmup_steps=schedule.warmup_steps)
+    if isinstance(optimizer, AGVMOptimizer):
+        modules = config.optimizer.params.get("modules") or detector_modules(model)
+        say(f"agvm    {describe_modules(optimizer.param_groups, modules)}; optimizer.params.modules changes them")
     precision, device = Precision.of(config.deepspeed), distributed.device()
     preprocess = Preprocessor(model, device, precision)
-    forward = TrainingForward(model, preprocess, precision, device)
+    forward = TrainingForward(model, preprocess, precision, device, over_ranks=config.detector.normaliser == "ranks")
     model.forward = forward
     engine = initialise_engine(model, optimizer, config.deepspeed)
     with distributed.together():
@@ -151,10 +159,17 @@ def _compared(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
     return config.model_copy(update={"detector": config.detector.model_copy(update={"load_from": None})})
 
 
-def _load_weights(config: RunConfig, model: nn.Module) -> None:
+def _load_weights(config: RunConfig, model: nn.Module, *, resuming: bool) -> None:
     detector = config.detector
+    filled: list[str] = []
     if detector.load_from:
-        say(f"weights {load_weights(model, detector.load_from, drop_mismatched=detector.drop_mismatched)}")
+        report = load_weights(model, detector.load_from, drop_mismatched=detector.drop_mismatched)
+        say(f"weights {report}")
+        filled = report.matched
+    if not resuming:  # a checkpoint fills everything
+        dropped = [] if config.data.task == "classification" else dropped_weights(detector)
+        for line in start_warnings(model, dropped, filled):
+            say(f"WARNING {line}")
 
 
 def _say_config(config: RunConfig, work_dir: Path) -> None:

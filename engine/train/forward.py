@@ -19,6 +19,7 @@ from engine.errors import ConfigError, first_line
 from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
 from engine.zero.complete_gradients import CompleteGradients
+from models.normaliser import normalised
 
 
 @dataclass
@@ -34,8 +35,11 @@ class MicroBatchRecord:
 class TrainingForward:
     """`model.forward` while training: takes a batch and returns the scalar loss. `record` describes the last batch."""
 
-    def __init__(self, model: Any, preprocess: Preprocessor, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, preprocess: Preprocessor, precision: Precision, device: torch.device, *, over_ranks: bool
+    ) -> None:
         self.model, self.preprocess, self.precision, self.device = model, preprocess, precision, device
+        self.over_ranks = over_ranks  # whether heads average their normalisers
         self.gradients = CompleteGradients(model)
         self.record = MicroBatchRecord()
         self.passed = False  # whether a first batch has passed
@@ -68,7 +72,7 @@ class TrainingForward:
         touched = self.gradients.touch()
         with self._first_pass_explained():
             images, samples = self.preprocess(batch, training=True)
-            with self.precision.autocast(self.device):
+            with self.precision.autocast(self.device), normalised(over_ranks=self.over_ranks):
                 loss, parts = self.model.parse_losses(self.model.loss(images, samples))
         values = torch.stack([torch.as_tensor(v, device=loss.device).detach().float().mean() for v in parts.values()])
         losses = dict(zip(parts, values.tolist()))

@@ -18,6 +18,7 @@ from engine.data.samples import Unreadable
 from engine.distributed import say
 from engine.errors import DataError, SaveError, UserError
 from engine.files import METRICS, WriteError
+from engine.modeling.progress import Progress, tell
 from engine.monitoring.live import LiveLine, memory_gb, step_text
 from engine.monitoring.records import RecordFile, read_records
 from engine.optim.agvm import AGVMOptimizer
@@ -121,6 +122,7 @@ def ended_nonfinite(run: Run) -> int:
 def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool = False) -> MicroBatchRecord:
     """Compute the gradients of micro-batch k of a step, with random numbers that depend on step and k."""
     seed_all(run.config.run.seed, FORWARD, step, k * run.plan.world + distributed.rank())
+    tell(Progress(step, run.schedule.steps, run.schedule.steps_per_epoch, run.config.run.seed))
     loss = run.engine(batch, alarm=alarm)
     run.engine.backward(loss)
     run.forward.gradients.release()

@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.errors import ConfigError, first_line
 from engine.zero.layout import Layout, layout_of
+from engine.zero.linear import guard_linear
 from engine.zero.module_trace import parameters_only
 from engine.zero.processes import import_deepspeed
 
@@ -30,6 +31,7 @@ def initialise_engine(model: nn.Module, optimizer: torch.optim.Optimizer, settin
                 f"a monitor of DeepSpeed (tensorboard, wandb, comet) failed ({first_line(error)})"
             ) from error
         raise
+    guard_linear()
     return engine
 
 

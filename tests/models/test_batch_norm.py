@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.batch_norm import Fp32BatchNorm, convert_batch_norm
+from models.batch_norm import Fp32BatchNorm, convert_batch_norm, has_sync_bn
 
 CHANNELS = 5
 
@@ -164,7 +164,25 @@ def test_a_timm_model_computes_the_same_after_conversion():
 
 def test_a_batch_norm_of_another_kind_is_refused():
     class Odd(nn.BatchNorm2d):
-        pass
+        def forward(self, x):
+            return 2 * super().forward(x)
 
     with pytest.raises(ValueError, match="Odd is a batch norm of its own kind"):
         convert_batch_norm(nn.Sequential(Odd(3)), synchronise=True)
+
+
+class Renamed(nn.SyncBatchNorm):
+    """As mmengine's SyncBN: it checks its input in another way, and computes the same."""
+
+    def _check_input_dim(self, x):
+        assert x.dim() > 1
+
+
+def test_a_subclass_that_computes_no_differently_is_converted_and_stays_synchronised():
+    from mmcv.cnn import build_norm_layer
+
+    model = nn.Sequential(Renamed(CHANNELS), build_norm_layer(dict(type="SyncBN"), CHANNELS)[1])
+    assert has_sync_bn(model) and type(model[1]) is not nn.SyncBatchNorm
+    assert convert_batch_norm(model, synchronise=False) == 2
+    assert [type(layer) for layer in model] == [Fp32BatchNorm] * 2 and all(layer.synchronise for layer in model)
+    model(batch([2]))  # torch's refuses CPU tensors
