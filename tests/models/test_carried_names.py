@@ -56,10 +56,10 @@ def test_all_refused_names_exist():
 def test_every_detector_of_the_zoo_may_be_named(name):
     from mmengine.config import Config
 
-    from engine.modeling.detector import _drop_downloads
+    from engine.modeling.adapting import drop_downloads
 
     model = Config(dict(model=Config.fromfile(str(zoo_configs()[name])).model)).model
-    _drop_downloads(model)
+    drop_downloads(model)
     assert list(refusals(model, "model")) == []
 
 

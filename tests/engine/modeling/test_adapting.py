@@ -70,7 +70,7 @@ def test_nothing_is_downloaded_and_what_was_dropped_is_known(init):
 
 def test_weights_in_options_are_refused_before_they_are_fetched():
     init = {"type": "Pretrained", "checkpoint": "torchvision://resnet18"}
-    with pytest.raises(ConfigError, match=r"detector.options would load weights \(backbone: torchvision://resnet18\)"):
+    with pytest.raises(ConfigError, match="detector.options.backbone.init_cfg would load weights by itself"):
         configured("retinanet/retinanet_r18_fpn_1x_coco.py", **{"backbone.init_cfg": init})
 
 
@@ -122,7 +122,7 @@ def test_a_teacher_is_sized_like_its_pupil_and_filled_from_a_file(tmp_path):
     import torch
 
     name, small = "ld/ld_r18-gflv1-r101_fpn_1x_coco.py", {"teacher_config.model.backbone.depth": 50}
-    config = DetectorConfig(config=f"mmdet::{name}", options=small)
+    config = DetectorConfig(config=f"mmdet::{name}", options=small).from_user()  # a teacher is a file of its own
     assert [place.split(":")[0] for place in dropped_weights(config)] == ["teacher", "backbone"]
     model = build_detector(config, THREE)
     assert model.teacher_model.bbox_head.num_classes == model.bbox_head.num_classes == 3
