@@ -314,7 +314,7 @@ def _train(content: dict[str, Any], rank: int, world: int, store: str) -> dict[s
     from engine.zero.processes import init_distributed
 
     torch.set_num_threads(1)
-    init_distributed(init_method=f"file://{store}", rank=rank, world_size=world, timeout_minutes=5)
+    init_distributed(init_method=f"file://{store}", rank=rank, world_size=world)
     loop.finish_report = lambda work_dir: None  # curves of two steps
     built: list[Any] = []
     build = loop.build_run

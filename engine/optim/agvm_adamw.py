@@ -42,13 +42,14 @@ class AGVMAdamW(AGVMOptimizer):
         beta1, beta2 = group["betas"]
         if can_fuse(*tensors):
             w, g, m, v = (list(column) for column in tensors)
+            counts = {t: torch.full((), float(t), device=w[0].device) for t in set(steps)}
             torch._fused_adamw_(
                 w,
                 g,
                 m,
                 v,
                 [],
-                [torch.full((), float(t), device=p.device) for t, p in zip(steps, w)],
+                [counts[t] for t in steps],  # which the kernel only reads
                 lr=lr,
                 beta1=beta1,
                 beta2=beta2,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from engine.zero.buckets import make_plan
 from engine.zero.companion import Companion, Contribution, Lane
 from engine.zero.halves import Halves
 from engine.zero.layout import Layout, squared_norm
+from engine.zero.processes import new_group
 from engine.zero.routes import FromSome, Route, ToOwners
 
 KINDS = ("signed", "squared", "norms")
@@ -84,7 +86,7 @@ class Capture:
         if len(senders) == self.layout.world:
             return self.to_owners
         members = dist.get_process_group_ranks(self.group)
-        among = dist.new_group([members[r] for r in senders]) if len(senders) > 1 else None
+        among = new_group([members[r] for r in senders]) if len(senders) > 1 else None
         return FromSome(self.layout.geometry, self.group, senders=senders, among=among, sign=-1.0 if side else 1.0)
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
@@ -119,6 +121,10 @@ class Capture:
         for i in sorted(known, key=self.plan.order.__getitem__):  # then no bucket is launched before it is full
             self._take(i, known[i])
 
+    def listen(self) -> None:
+        """A micro-step begins: hooks are heard again, also if the backward before it was broken off."""
+        self.silent = False
+
     def learn_order(self) -> None:
         """Gradients come in another order from now on: learn it from the next backward. The same call on all ranks."""
         self.learning, self.trace, self.traced = True, [], None
@@ -127,7 +133,8 @@ class Capture:
         """End the window and free its memory."""
         self.micro = 0
         self.fired = [0] * len(self.layout.params)
-        self.fired_first: list[int] | None = None  # as it was when the share was copied
+        self.early: set[int] = set()  # fired in the first micro-step
+        self.stale: set[int] = set()
         self.fired_now: Counter[int] = Counter()
         self.uneven: set[int] = set()
         self.companion: Companion | None = None
@@ -214,8 +221,12 @@ class Capture:
             self._open()
         assert self.companion is not None
         for i, count in self.fired_now.items():
-            if count != (1 if self.delivered else self.fires.get(i, count)):
+            if count != (1 if self.delivered else self.fires.setdefault(i, count)):
                 self.uneven.add(i)
+        if self.micro == 0:
+            self.early = set(self.fired_now)
+        elif self.layout.adds_to_stale:
+            self.stale |= self.fired_now.keys() - self.early
         if self.halves.sends_local_sum and self.share_lane in self.companion.lanes:
             for i, count in enumerate(self.fired):
                 if count and i not in self.fired_now:
@@ -229,15 +240,20 @@ class Capture:
         """Call it when DeepSpeed has reduced what it reduces after this micro-step: copy the first half's share."""
         if not self.is_open or self.kind != "signed" or self.micro - 1 != self.halves.copied_after:
             return
+        if self.layout.engine.is_gradient_accumulation_boundary():
+            return  # fewer micro-steps than agreed: `finish` says so
         self.layout.settle()
         sources = [self.layout.reduced_so_far(fragment) for fragment in self.layout.fragments]
         if sources:
-            self.share = torch.empty(self.plan.numel, dtype=sources[0].dtype, device=sources[0].device)
+            dtype = reduce(torch.promote_types, {source.dtype for source in sources})
+            self.share = torch.empty(self.plan.numel, dtype=dtype, device=sources[0].device)
             targets = self.share.split([source.numel() for source in sources])
             torch._foreach_copy_(list(targets), sources)
+            for fragment, target in zip(self.layout.fragments, targets):
+                if not self.fired[fragment.param]:  # DeepSpeed may still hold the previous step's gradient
+                    target.zero_()
         else:
             self.share = torch.zeros(0, dtype=self.dtype, device=self.device)
-        self.fired_first = list(self.fired)
         self._begin_micro_step()  # which may go on with this share
 
     def finish(self, norm_squared: Tensor) -> Captured:
@@ -246,20 +262,18 @@ class Capture:
         late = set().union(*(lane.late for lane in companion.all_lanes)) if companion is not None else set()
         counts = torch.zeros(4, n, dtype=torch.float64)
         counts[0] = torch.tensor(self.fired)
-        counts[1] = torch.tensor(self.fired if self.fired_first is None else self.fired_first)
-        counts[2, list(late)] = 1
-        counts[3, list(self.uneven)] = 1
+        counts[1, list(late)] = 1
+        counts[2, list(self.uneven)] = 1
+        counts[3, list(self.stale)] = 1
         broken = self.broken or (companion is not None and companion.broken)
         flags = torch.tensor([self.micro != self.K, broken], dtype=torch.float64)
         if companion is not None:
             companion.finish()
         sent = torch.cat([counts.view(-1).to(self.device), flags.to(self.device), norm_squared.view(1)])
         counts, (incomplete, in_parts, square) = self._split(self.all_reduce(sent).cpu(), n)
-        fired, first, late_anywhere, uneven = (counts > 0).tolist()
+        fired, late_anywhere, uneven, stale = (counts > 0).tolist()
         if companion is not None:
             companion.reduce_late([i for i in range(n) if late_anywhere[i]], self.bucket_size)
-        if self.fired_first is not None:
-            self._forget_stale(first)
         reason = None
         if incomplete:
             reason = f"a rank ran {self.micro} backward passes instead of {self.K} (gradient_accumulation_steps)"
@@ -271,18 +285,16 @@ class Capture:
                 f"parameter {self._name(i)} got another number of gradients in a micro-step than the "
                 f"{self.fires.get(i, 1)} it got before"
             )
+        elif any(stale):
+            reason = (
+                f"parameter {self._name(stale.index(True))} got no gradient in the first micro-step but later, and "
+                "DeepSpeed adds it to that of the step before"
+            )
         return Captured(fired, square**0.5, reason)
 
     @staticmethod
     def _split(message: Tensor, n: int) -> tuple[Tensor, list[float]]:
         return message[: 4 * n].view(4, n), message[4 * n :].tolist()
-
-    def _forget_stale(self, first: list[bool]) -> None:
-        """ZeRO-3 still holds the previous step's gradient of a parameter that got none in the first half."""
-        assert self.share is not None
-        for fragment, home in zip(self.layout.fragments, self.plan.homes):
-            if not first[fragment.param]:
-                self.share[home : home + fragment.stop - fragment.start].zero_()
 
     def _name(self, i: int) -> str:
         parameter = self.layout.params[i]

@@ -2,7 +2,7 @@
 
 DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive, and assumes the same order on all ranks. A
 parameter without a gradient on *some* ranks (a head that saw no object) mixes up the buckets of ZeRO-1/2 or hangs
-ZeRO-3. One without a gradient on *any* rank is skipped by torch at stage 0, counted as zero at stages 1 and 2, and
+ZeRO-3. One without a gradient on *any* rank counts as zero at stages 0, 1 and 2, and is
 updated with the previous step's gradient at stage 3. Here a missing gradient is zero at every stage.
 
 Before backward the ranks compare which parameters their graphs reach (one small message on the CPU).
@@ -86,6 +86,8 @@ class Observer(Protocol):
 
     def ignoring(self) -> AbstractContextManager[None]: ...
 
+    def listen(self) -> None: ...
+
     def take_all(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
 
     def learn_order(self) -> None: ...
@@ -149,6 +151,8 @@ class CompleteGradients:
         self._gathered.extend(self._gather(parameters))
 
     def touch(self) -> torch.Tensor | None:
+        if self.observer is not None:
+            self.observer.listen()
         gaps = [self.parameters[i] for i in self._known_gaps if self.parameters[i].requires_grad]
         if not gaps:
             return None
@@ -168,7 +172,9 @@ class CompleteGradients:
         if touched is not None:  # on all ranks, because under ZeRO-3 its backward gathers
             loss = loss + touched.to(loss.dtype)
         reached = reached_parameters(loss) if counts else set()
-        flags = torch.tensor([not counts, alarm, *(id(p) in reached for p in self.parameters)], dtype=torch.int32)
+        # A parameter that was frozen meanwhile needs no gradient.
+        there = [id(p) in reached or not p.requires_grad for p in self.parameters]
+        flags = torch.tensor([not counts, alarm, *there], dtype=torch.int32)
         distributed.sum_over_ranks(flags)
         broken, alarms = flags[:2].tolist()
         gaps = (flags[2:] < distributed.world_size()).nonzero().flatten().tolist()
@@ -178,8 +184,9 @@ class CompleteGradients:
             self._known_gaps = sorted({*self._known_gaps, *gaps})
             if self.observer is not None:
                 self.observer.learn_order()
+        trained = [p for p in self.parameters if p.requires_grad]
         partitioned = self._gather([self.parameters[i] for i in gaps])
-        delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, counts, self.observer, *self.parameters)
+        delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, counts, self.observer, *trained)
         _release(partitioned)
         return Agreed(delivered, broken, alarms)
 

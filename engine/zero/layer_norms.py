@@ -92,7 +92,7 @@ class LayerNorms:
             terms = client.layer_terms(
                 client.param_groups[part.group], part.state(client.state), w, g if scale == 1.0 else g * scale
             )
-            sums.index_add_(0, torch.tensor(part.params, device=device), segment_sums(terms, part.lengths))
+            sums.index_add_(0, part.on(device).params, segment_sums(terms, part))
         sums = self._all_reduce(sums)
         if not final:
             scale = layout.factors(float(sums[:, -1].sum()) ** 0.5)[0]

@@ -38,6 +38,8 @@ class Layout:
     keeps_local = False
     # Whether `gradient` is None for a parameter that got none; DeepSpeed's wrappers hold zeros or an older gradient.
     may_lack_gradient = False
+    # Whether a parameter's first gradient after the first micro-step is added to that of the step before (0.19.8).
+    adds_to_stale = False
 
     def __init__(self, engine: Any, params: list[Tensor], group: list[int]) -> None:
         self.engine, self.wrapper, self.params, self.group = engine, engine.optimizer, params, group
@@ -226,6 +228,7 @@ class ZeroOneTwo(Flat):
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer
         self.keeps_local = not wrapper.partition_gradients
+        self.adds_to_stale = bool(wrapper.cpu_offload)
         # The round-robin lists are right with and without round_robin_gradients; `_hp_mapping` is not (0.19.8).
         super().__init__(
             engine, wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.partition_size
@@ -264,7 +267,10 @@ class ZeroOneTwo(Flat):
             held = held.view(-1)
             return held[:length] if held.numel() == length else held[fragment.start : fragment.stop]
         # Whole parameters, which are reduced only in the range that this rank owns.
-        held = wrapper.all_grad_tensors[fragment.shard][self.ordinal[fragment]]
+        group = wrapper.all_grad_tensors.get(fragment.shard)
+        if group is None:  # sums in fp32, and no gradient of this group so far
+            return torch.zeros(length, dtype=wrapper.gradient_accumulation_dtype, device=self.engine.device)
+        held = group[self.ordinal[fragment]]
         return held.reshape(-1)[fragment.start : fragment.stop]
 
     def settle(self) -> None:
@@ -307,6 +313,8 @@ class BF16(Flat):
 
 class Chunked(Layout):
     """ZeRO-3 (DeepSpeedZeroOptimizer_Stage3): every parameter in N chunks; a sub-group joins the chunks of a rank."""
+
+    adds_to_stale = True
 
     def __init__(self, engine: Any) -> None:
         wrapper = engine.optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,26 +28,31 @@ def import_late_parts() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
-def init_distributed(
-    *, init_method: str | None = None, rank: int = -1, world_size: int = -1, timeout_minutes: float = 30
-) -> None:
+TIMEOUT = timedelta(minutes=30)  # of every process group: a rank may be busy with scoring that long
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """A process group on the accelerator's backend. torch's own timeout would be shorter than that of the run."""
+    return dist.new_group(list(ranks), timeout=TIMEOUT)
+
+
+def init_distributed(*, init_method: str | None = None, rank: int = -1, world_size: int = -1) -> None:
     """Form the process group through DeepSpeed, on the accelerator that it finds."""
     deepspeed = import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
     compile_nothing()
-    timeout = timedelta(minutes=timeout_minutes)
     deepspeed.init_distributed(
         init_method=init_method,
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=TIMEOUT,
         auto_mpi_discovery=False,
         verbose=False,
     )
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(distributed.local_rank())
-    distributed.set_control_group(dist.new_group(backend="gloo", timeout=timeout))
+    distributed.set_control_group(dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def compile_nothing() -> None:

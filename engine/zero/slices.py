@@ -10,7 +10,7 @@ Sums are exact to about 1e-8: in fp32 within a slice, where torch's `sum` adds p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -49,12 +49,18 @@ def whole_fragments(layout: Layout) -> list[Piece]:
     return pieces
 
 
+class Indices(NamedTuple):
+    params: Tensor
+    lengths: Tensor
+
+
 @dataclass
 class Slice:
     """Pieces of one param group and one side."""
 
     layout: Layout
     pieces: list[Piece]
+    _indices: dict[torch.device, Indices] = field(default_factory=dict)
 
     @property
     def group(self) -> int:
@@ -71,6 +77,12 @@ class Slice:
     @cached_property
     def lengths(self) -> list[int]:
         return [piece.stop - piece.start for piece in self.pieces]
+
+    def on(self, device: torch.device) -> Indices:
+        """Parameters and lengths of the pieces as tensors, copied to the device once."""
+        if device not in self._indices:
+            self._indices[device] = Indices(*(torch.tensor(x, device=device) for x in (self.params, self.lengths)))
+        return self._indices[device]
 
     def gradient(self) -> Tensor:
         """As DeepSpeed holds it: still scaled and not clipped."""
@@ -131,9 +143,9 @@ class Slices:
                 yield batch
 
     def with_gradient(self, state: State, fired: Sequence[bool] | None = None) -> Iterator[Slice]:
-        """The slices without the parameters that have no gradient, and cut where a number in the state changes.
+        """The slices without the parameters that have no gradient, cut where the state has other entries or numbers.
 
-        At stage 0 a parameter without gradient has none, and its state may have counted fewer steps. ZeRO-3 (and an
+        At stage 0 a frozen parameter has no gradient, and its state may have counted fewer steps. ZeRO-3 (and an
         offloaded ZeRO-1/2) still holds the previous step's gradient there: `fired` says which are new.
         """
         for part in self.all:
@@ -149,7 +161,7 @@ class Slices:
 
     def _numbers(self, state: State, fragment: Fragment) -> tuple:
         own = state.get(self.layout.shard(fragment), {})
-        return tuple((key, id(x) if isinstance(x, Tensor) else x) for key, x in own.items() if not _is_vector(x))
+        return tuple((key, None if _is_vector(x) else id(x) if isinstance(x, Tensor) else x) for key, x in own.items())
 
 
 def _is_vector(value: Any) -> bool:
@@ -188,14 +200,14 @@ def gradient_square(slices: Slices, fired: Sequence[bool] | None = None) -> Tens
     return total
 
 
-def segment_sums(terms: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """For each of aligned vectors, its sums over consecutive segments: one row per segment, one column per vector."""
+def segment_sums(terms: Sequence[Tensor], part: Slice) -> Tensor:
+    """For each of vectors that lie like a slice, its sums over the pieces: one row per piece, one column per vector."""
     device = terms[0].device
-    if len(lengths) == 1:
+    if len(part.lengths) == 1:
         sums = [term.sum().view(1) for term in terms]
     else:
         # On the CPU torch adds a segment one by one, so in fp64.
         wide = [term.double() if device.type == "cpu" else term for term in terms]
-        sizes = torch.tensor(lengths, device=device)
-        sums = [torch.segment_reduce(x, "sum", lengths=sizes, unsafe=True) for x in wide]
+        lengths = part.on(device).lengths
+        sums = [torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True) for x in wide]
     return torch.stack(sums, 1).double()

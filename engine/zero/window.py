@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.zero.capture import Capture
 from engine.zero.layout import layout_of
 from engine.zero.patching import Wrapped
+from engine.zero.processes import new_group
 from engine.zero.slices import Piece, Slice, Slices, gradient_square, slice_limit, whole_fragments
 from engine.zero.support import check_micro_batches, check_own_engine, note_version, refuse_unsupported
 
@@ -50,7 +51,7 @@ class Attachment:
         note_version(self.version)
         # A separate process group: its collectives run in parallel with DeepSpeed's and never wait for them.
         members = dist.get_process_group_ranks(engine.seq_data_parallel_group or dist.group.WORLD)
-        group = dist.new_group(members) if self.layout.world > 1 else None
+        group = new_group(members) if self.layout.world > 1 else None
         self.capture = Capture(
             self.layout,
             group,

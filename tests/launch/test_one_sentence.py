@@ -208,6 +208,12 @@ def test_deepspeeds_refusal_is_named_with_its_key(keys, words):
         check_deepspeed({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, **keys})
 
 
+def without(monkeypatch, name):
+    """Unset a variable; what the code sets instead is undone too, for the variable was set before."""
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize(
     "variables, words",
     [
@@ -223,7 +229,7 @@ def test_deepspeeds_refusal_is_named_with_its_key(keys, words):
 )
 def test_half_set_variables_of_a_launcher(variables, words, monkeypatch):
     for name in (*LAUNCHER, "SLURM_NTASKS", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
+        without(monkeypatch, name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
@@ -232,7 +238,7 @@ def test_half_set_variables_of_a_launcher(variables, words, monkeypatch):
 
 def test_one_rank_needs_no_launcher(monkeypatch):
     for name in (*LAUNCHER, "SLURM_NTASKS", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
+        without(monkeypatch, name)
     adopt_launcher_environment()
     assert os.environ["WORLD_SIZE"] == "1" and os.environ["MASTER_PORT"].isdigit()
 

@@ -264,7 +264,7 @@ def test_ours_starts_when_the_warm_up_ends_and_takes_modules_by_name():
         ("SGD", {"lr": 0.1, "momentun": 0.9}, r"optimizer SGD does not take these params \(.*momentun"),
         ("SGD", {"lr": 0.1, "momentum": -1}, "does not take these params"),
         ("AdamW", {"lr": 0.1, "betas": [0.9]}, "does not take these params"),
-        ("AdamW", {"lr": 0.1, "weight_decay": "much"}, "does not take these params"),
+        ("AdamW", {"lr": 0.1, "weight_decay": "much"}, "optimizer.params.weight_decay must be a number, got 'much'"),
         (
             "AGVMSGD",
             {"lr": 0.1, "anchor": "head", "modules": {"head": ["head"]}},

@@ -10,6 +10,7 @@ from PIL import Image
 from tiny_run import TINY, difference, distance, merged, saved_weights, train_tiny
 
 from engine.checkpoints.reading import load_weights
+from engine.config.origin import Origin
 from engine.config.schema import ClassificationConfig, DetectorConfig
 from engine.data.types import Classes
 from engine.errors import ConfigError, DataError, UserError
@@ -38,7 +39,7 @@ def small(**changes):
 
 
 def config_of(changes):
-    return parse_config(merged(changes, merged(SMALL, TINY)))
+    return parse_config(merged(changes, merged(SMALL, TINY)), origin=Origin.USER)
 
 
 def runs(cases):

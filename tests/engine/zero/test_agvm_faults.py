@@ -92,19 +92,23 @@ def test_an_fp16_overflow_discards_the_window(ranks, stage):
 class Gaps:
     """A loss that leaves out parts of the head at some steps, on some micro-batches."""
 
-    def __init__(self, *, boxes=(), head=(), some_ranks=()):
-        self.boxes, self.head, self.some_ranks = boxes, head, some_ranks
+    def __init__(self, *, boxes=(), head=(), some_ranks=(), first_micro_step=()):
+        self.boxes, self.head, self.some_ranks, self.first = boxes, head, some_ranks, first_micro_step
 
     def __call__(self, model, x, y, step, j):
         if step in self.head:
             module = getattr(model, "module", model)
             return module.neck(module.backbone(torch.tanh(module.stem(x)).flatten(1))).square().mean()
         missing = step in self.boxes or (step in self.some_ranks and j % 2 == 1)
+        missing |= step in self.first and j < dist.get_world_size()
         return model(x, y, boxes=not missing)
 
 
-def gap_runs(cases):
-    return [follow(Case(stage, 2, rule=rule, steps=steps), loss=Gaps(**gaps)) for stage, rule, steps, gaps in cases]
+def gap_runs(cases, accumulation=2):
+    return [
+        follow(Case(stage, accumulation, rule=rule, steps=steps), loss=Gaps(**gaps))
+        for stage, rule, steps, gaps in cases
+    ]
 
 
 def test_a_parameter_without_gradient_counts_as_none(ranks):
@@ -112,6 +116,52 @@ def test_a_parameter_without_gradient_counts_as_none(ranks):
     cases = [(stage, rule, 6, {"boxes": (6,)}) for stage in (0, 1, 2, 3) for rule in ("sgd", "adamw")]
     for case, answer in zip(cases, ranks.run(gap_runs, 2, cases)[0]):
         assert answer["own"]["windows"] == 2 and max(answer["phi"], answer["mu"]) <= 1e-6, (case, answer)
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_a_gradient_that_only_comes_after_the_first_micro_step(ranks, accumulation):
+    """ZeRO-3 adds it to that of the step before (DeepSpeed 0.19.8), so that there the window cannot be used."""
+    cases = [(stage, "sgd", 6, {"first_micro_step": (6,)}) for stage in (0, 1, 2)]
+    for case, answer in zip(cases, ranks.run(gap_runs, 2, cases, accumulation)[0]):
+        assert answer["own"]["windows"] == 2 and max(answer["phi"], answer["mu"]) <= 1e-6, (case, answer)
+    answer = ranks.run(stale_run, 2, accumulation)[0]
+    assert (answer["windows"], answer["discarded"]) == (1, 1)
+
+
+def stale_run(accumulation):
+    torch.manual_seed(1)
+    case = Case(3, accumulation, rule="sgd")
+    engine, optimizer = build(case, Tiny())
+    for step in range(1, 7):
+        take_step(engine, case, step, loss=Gaps(first_micro_step=(6,)))
+    state = optimizer.agvm_state_dict()
+    close(engine, optimizer)
+    return state
+
+
+def thaw(cases):
+    """A layer is frozen from the start and trained from step 4 on; or in bf16 with sums in fp32, the head is frozen."""
+    answers = []
+    for rule, stage, precision in cases:
+        torch.manual_seed(1)
+        sums = {"data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
+        case = Case(stage, 2, rule=rule, precision=precision, config=sums)
+        engine, optimizer = build(case, Tiny())
+        for step in range(1, 10):
+            if precision == "bf16":
+                engine.module.head.requires_grad_(step < 4)
+            else:
+                engine.module.backbone[3].requires_grad_(step > 4)
+            take_step(engine, case, step)
+        answers.append(optimizer.agvm_state_dict() if hasattr(optimizer, "modulator") else {"windows": 3})
+        close(engine, optimizer)
+    return answers
+
+
+def test_layers_frozen_and_trained_in_the_middle_of_a_run(ranks):
+    """At stage 0 a parameter has no state before its first step, and others of its group have."""
+    cases = [("sgd", 0, "fp32"), ("lars", 0, "fp32"), ("adamw", 2, "bf16")]
+    assert [answer["windows"] for answer in ranks.run(thaw, 2, cases)[0]] == [3, 3, 3]
 
 
 def test_a_gradient_missing_on_some_ranks_counts_as_zero(ranks):
@@ -239,7 +289,7 @@ def frozen_and_unused(stage):
         model.stem.requires_grad_(False)
         model.frozen = ("stem",)
 
-    # Weight decay moves the unused weights at stages 1-3 and not at stage 0, where torch skips them.
+    # Without weight decay, which would move the unused weights under DeepSpeed and not in the twin.
     return follow(Case(stage, 2, rule="adamw", steps=12, agvm={"weight_decay": 0.0}), prepare=prepare)
 
 

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.zero.buckets import make_plan
+from engine.zero.companion import Lane
 from engine.zero.geometry import Replicas, Sharding
 
 
@@ -55,3 +56,20 @@ def test_every_element_reaches_its_owner_and_no_bucket_is_too_large(sizes, world
         assert torch.allclose(partition, torch.cat(owned) if owned else partition)
         assert plan.homes == [sum(len(x) for x in owned[:k]) for k in range(len(owned))]
     assert all((c == 1).all() for c in covered)
+
+
+class Receiving:
+    """A route that needs as much room to receive as it sends."""
+
+    def scratch(self, numel):
+        return numel
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=8), bucket_size=st.integers(8, 300))
+def test_the_buffers_of_a_lane_are_two_buckets(sizes, bucket_size):
+    geometry = partitions(sizes, 3, 0)
+    plan = make_plan(geometry, range(len(sizes)), bucket_size)
+    lane = Lane(plan, torch.zeros(plan.numel), [Receiving()], dtype=torch.float32)
+    lane.allocate(geometry, torch.device("cpu"))
+    assert sum(t.numel() for t in lane.buffers + lane.scratch) <= 2 * bucket_size + 4 * 3  # and a slice's rounding
