@@ -71,3 +71,7 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     if OWN:
         shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or triton's bindings report at the end what was not collected

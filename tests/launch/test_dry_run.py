@@ -217,7 +217,8 @@ def test_an_engine_that_cannot_be_built_gives_no_clean_verdict(tmp_path, monkeyp
         raise RuntimeError("Tensor.item() cannot be called on meta tensors\nmore")
 
     monkeypatch.setattr(deepspeed, "initialize", broken)
-    monkeypatch.setenv("RANK", "0")
+    for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(key, value)
     assert train.dry_run_code(train.train_arguments().parse_args(options(tmp_path, "an odd number of ranks"))) == 2
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(
