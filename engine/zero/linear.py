@@ -21,5 +21,5 @@ def guard_linear() -> None:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    # torch's own, not the one that DeepSpeed has kept: with a second engine in the process, that would be this function.
+    # Not the function that DeepSpeed has kept: with a second engine in the process, that would be this one.
     return (zero3_linear_wrap if weight.dim() == 2 else torch._C._nn.linear)(input, weight, bias)
