@@ -65,25 +65,21 @@ def detector(depth: int = 50):
 
 
 def build_engine(args: argparse.Namespace, accumulation: int):
-    import deepspeed
-
     from engine.optim import AGVMSGD, AGVMAdamW, module_groups
+    from engine.zero.engine import initialise_engine
 
     model = detector()
     rule = {"adamw": AGVMAdamW, "sgd": AGVMSGD}[args.rule]
     optimizer = rule(module_groups(model), lr=1e-5, tau=10)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": args.batch,
-            "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-            "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1 << 24},
-        },
-    )
+    settings = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": args.stage, "reduce_bucket_size": 1 << 24},
+    }
+    engine = initialise_engine(model, optimizer, settings)
     optimizer.attach(engine, bucket_size=args.bucket_size)
     return engine, optimizer
 
