@@ -2,8 +2,8 @@
 
 DeepSpeed's launcher and torchrun set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Under Slurm they are
 derived from Slurm's own variables, and a plain `python` run has one rank. Collectives on tensors use the accelerator's
-backend (NCCL, gloo). Small control messages (flags, objects) use a separate gloo group, so that a decision made on the
-CPU never waits for the device.
+backend (NCCL, gloo). Objects and errors use a separate gloo group, outside the training steps: a ring of gloo takes
+2 (N - 1) hops one after the other, which is far too slow for a step on hundreds of ranks.
 """
 
 from __future__ import annotations
@@ -140,6 +140,13 @@ def sum_over_ranks(flags: torch.Tensor) -> torch.Tensor:
     if world_size() > 1:
         dist.all_reduce(flags, group=_control_group)
     return flags
+
+
+def sum_on_device(message: torch.Tensor) -> torch.Tensor:
+    """All-reduce a small tensor of the device on the accelerator's own backend, in place. The host does not wait."""
+    if world_size() > 1:
+        dist.all_reduce(message)
+    return message
 
 
 def barrier() -> None:

@@ -89,7 +89,8 @@ def train_tiny(
     if work_dir is None and not resume:
         work_dir = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
     loop.build_run = keep
-    preemption.stop_asked = lambda: kept["run"].engine.global_steps == stop_after
+    # Ranks ask in every micro-step, before its forward pass.
+    preemption.stop_asked = lambda: kept["run"].engine.global_steps + 1 == stop_after
     loop.finish_report = finish if curves else lambda work_dir: None
     metrics: dict[str, float] = {}
     printed = io.StringIO()

@@ -37,12 +37,17 @@ def _begin_worker(_: int) -> None:
     ignore_in_loader()
 
 
-def training_loader(dataset: Any, seed: int, micro_batches: RankMicroBatches, *, workers: int) -> DataLoader:
+def training_loader(
+    dataset: Any, seed: int, micro_batches: RankMicroBatches, *, workers: int, pinned: bool = False
+) -> DataLoader:
+    """All micro-batches of a run in one pass, so that its processes live as long as the run. `pinned`: in memory from
+    which an accelerator copies while it computes."""
     return DataLoader(
         SeededDataset(dataset, seed),
         batch_sampler=micro_batches,
         collate_fn=collate,
         num_workers=workers,
+        pin_memory=pinned,
         worker_init_fn=_begin_worker,
     )
 

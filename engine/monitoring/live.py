@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
+SLOW_DATA = 0.05  # share of a step spent waiting for data, above which the line says so
+
 
 class LiveLine:
     """Shows the steps of a run or an evaluation, and the time that is left."""
@@ -69,6 +71,8 @@ def step_text(record: Mapping[str, Any]) -> str:
         f"epoch {record['epoch']:.2f} loss {record['loss']:.4f} lr {record['lr']:.2e} "
         f"{record['images_per_second']:.1f} img/s {record['memory_gb']:.2f} GB"
     )
+    if record["data_seconds"] > SLOW_DATA * record["seconds"]:
+        text += f" waiting for data {record['data_seconds'] / record['seconds']:.0%}"
     if "mu" in record:  # AGVM's factors; that of the anchor is always 1
         text += " mu " + " ".join(f"{name.removesuffix('_head')} {value:.2f}" for name, value in record["mu"].items())
     return text

@@ -63,7 +63,7 @@ def measured_and_predicted(content: dict[str, Any], follow_order: bool = False) 
     accumulation, trained = run.plan.accumulation, sum(p.trained for p in model.parameters)
     settings = communication_settings(run.config.deepspeed, run.plan.world, accumulation)
     modulator = getattr(run.optimizer, "modulator", None)
-    losses, steps, first = len(run.loss_names or ()), [], True
+    losses, steps, first = len(run.forward.loss_names or ()), [], True
     for number, (calls, order, uses) in enumerate(seen, start=1):
         if follow_order:  # of the last micro-step
             model = replace(model, uses=uses[len(uses) // accumulation * (accumulation - 1) :])

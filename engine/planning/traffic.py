@@ -110,10 +110,10 @@ class _Step:
             # models/batch_norm.py, in fp32: count and sums, then squares, and two sums backward.
             for width, calls in ((channels + 1, forward), (channels, forward), (2 * channels, 1)):
                 self.add("all_reduce", 4 * width, "micro-step", "batch norm", calls)
-        # engine/zero/complete_gradients.py: int32 flags; engine/train/loop.py: fp64 losses and two flags.
-        flags = 2 + sum(p.trained for p in self.parameters)
-        self.add("all_reduce", 4 * flags, "micro-step", "which gradients come")
-        self.add("all_reduce", 8 * (2 + losses), "boundary", "losses on record")
+        # engine/zero/complete_gradients.py, in fp32: whether the loss is finite, which gradients come; and
+        # engine/train/forward.py: four notices, losses.
+        message = 1 + sum(p.trained for p in self.parameters) + 4 + losses
+        self.add("all_reduce", 4 * message, "micro-step", "which gradients come")
         # engine/zero/layer_norms.py
         self.add("all_reduce", 8 * model.layer_sums * len(self.shards.order), "boundary", "layer norms")
         if model.layer_sums == 2 and settings.clipping and settings.stage:  # LAMB needs the clipping factor first

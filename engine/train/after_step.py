@@ -44,6 +44,14 @@ def after_step(run: Run, done: int, *, resumed: bool = False) -> dict[str, float
     return metrics
 
 
+def follows(run: Run, done: int) -> bool:
+    """Whether a checkpoint or an evaluation is due after this step."""
+    settings, last = run.config.run, done == run.schedule.steps
+    return any(
+        due(run, interval, done, last=last) for interval in (settings.checkpoint_interval, settings.eval_interval)
+    )
+
+
 def save(run: Run, done: int) -> bool:
     """Write a checkpoint. If that fails, stop or continue as `run.on_save_error` says."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from engine import distributed, folder_lock, preemption
 from engine.checkpoints.store import checkpoints_of, saved_steps
 from engine.config import RunConfig
+from engine.data.device_feed import DeviceFeed
 from engine.data.loader import training_loader
 from engine.data.order import RankMicroBatches
 from engine.data.samples import Unreadable
@@ -19,17 +19,19 @@ from engine.distributed import say
 from engine.errors import DataError, SaveError, UserError
 from engine.files import METRICS, WriteError
 from engine.modeling.progress import Progress, tell
-from engine.monitoring.live import LiveLine, memory_gb, step_text
+from engine.monitoring.live import LiveLine
 from engine.monitoring.records import RecordFile, read_records
-from engine.optim.agvm import AGVMOptimizer
 from engine.optim.registry import set_learning_rate
 from engine.randomness import FORWARD, seed_all
-from engine.train.after_step import after_step, leave_early
+from engine.train.after_step import after_step, follows, leave_early
 from engine.train.build import build_run
-from engine.train.forward import MicroBatchRecord
+from engine.train.forward import MicroBatchRecord, Notices
+from engine.train.journal import Journal, step_record
 from engine.train.report import finish_report
-from engine.train.run import GOES_ON, Run
+from engine.train.run import Run
 from engine.train.work_dir import Resume
+
+Culprit = tuple[dict[str, torch.Tensor], dict[str, Any]]  # losses of this rank, and the batch
 
 
 class Diverged(UserError):
@@ -55,7 +57,7 @@ def run_schedule(run: Run) -> dict[str, float]:
     line = LiveLine(
         total=steps, label="train", interval=config.run.log_interval, start=run.start, enabled=distributed.rank() == 0
     )
-    batches = MicroBatches(run)
+    batches, journal = MicroBatches(run), Journal(run, records, line)
     nonfinite, culprit = ended_nonfinite(run), None
     metrics = after_step(run, run.start, resumed=True) if run.start else {}
     for step in range(run.start, steps):
@@ -63,33 +65,41 @@ def run_schedule(run: Run) -> dict[str, float]:
         lr_factor = run.schedule.factor(step)
         set_learning_rate(run.optimizer, lr_factor)
         losses: list[dict[str, float]] = []
+        told: list[Notices] = []
         broken, culprit = 0, None
         for k in range(run.plan.accumulation):
             batch = batches.take()
-            first = backward(run, step, k, batch if run.sam is None else run.sam.keep(batch), alarm=batches.next_failed)
+            run.forward.notices = Notices(batches.next_failed, preemption.stop_asked(), run.lost_record is not None)
+            first = backward(run, step, k, batch if run.sam is None else run.sam.keep(batch))
+            journal.write()  # of the step before: by now the device is past it
             losses.append(first.losses)
+            told.append(first.told)
             broken += first.broken_ranks
-            culprit = culprit or (None if first.finite else (first.losses, batch))
+            culprit = culprit or (None if first.finite else (first.own, batch))
             if run.sam is None:
                 run.engine.step()
             else:
+                run.forward.notices = Notices()
                 broken += run.sam.step(partial(second_pass, run, step))
-            batches.agree(first.alarms)
+            batches.agree(first.told.unreadable)
         if run.ema is not None and run.engine.was_step_applied():
             run.ema.update(step + 1)
-        record, stop, lost = step_record(run, step, losses, lr_factor, seconds=time.monotonic() - began)
-        if records is not None:
-            write_record(run, records, record)
-        line.update(step_text(record))
+        journal.keep(*step_record(run, step, losses, lr_factor, began=began, waited=batches.waited()))
         nonfinite = nonfinite + 1 if broken else 0
         if nonfinite >= config.run.max_nonfinite:
+            journal.write()
             stop_on_nonfinite(nonfinite, culprit, at_the_end=False)
-        if lost:
+        if any(notices.unwritten for notices in told):
+            journal.write()
             with distributed.together():
                 stop_on_lost_record(run)
-        if stop:
+        if any(notices.stop for notices in told):
+            journal.write()
             leave_early(run, step + 1)
-        metrics = after_step(run, step + 1) or metrics
+        if follows(run, step + 1):
+            journal.write()
+            metrics = after_step(run, step + 1) or metrics
+    journal.write()
     line.close()
     with distributed.together():
         if records is not None:
@@ -119,11 +129,11 @@ def ended_nonfinite(run: Run) -> int:
     return distributed.broadcast_object(int(any(isinstance(record.get("loss"), str) for record in before)))
 
 
-def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool = False) -> MicroBatchRecord:
+def backward(run: Run, step: int, k: int, batch: dict[str, Any]) -> MicroBatchRecord:
     """Compute the gradients of micro-batch k of a step, with random numbers that depend on step and k."""
     seed_all(run.config.run.seed, FORWARD, step, k * run.plan.world + distributed.rank())
     tell(Progress(step, run.schedule.steps, run.schedule.steps_per_epoch, run.config.run.seed))
-    loss = run.engine(batch, alarm=alarm)
+    loss = run.engine(batch)
     run.engine.backward(loss)
     run.forward.gradients.release()
     return run.forward.record
@@ -132,17 +142,6 @@ def backward(run: Run, step: int, k: int, batch: dict[str, Any], *, alarm: bool 
 def second_pass(run: Run, step: int, k: int, batch: dict[str, Any]) -> int:
     """SAM's second pass over a micro-batch; returns the number of ranks with a non-finite loss."""
     return backward(run, step, k, batch).broken_ranks
-
-
-def write_record(run: Run, records: RecordFile, record: dict[str, Any]) -> None:
-    """Write the record on rank 0. If that fails, the other ranks learn of it in the next step."""
-    try:
-        records.write(record)
-        write_events(run.engine, record)
-    except WriteError as error:
-        if run.lost_record is None:
-            say(f"{error}; {GOES_ON}" if run.config.run.on_save_error == "continue" else str(error))
-        run.lost_record = str(error)
 
 
 def stop_on_lost_record(run: Run) -> None:
@@ -157,84 +156,41 @@ class MicroBatches:
         order = RankMicroBatches(
             run.batches, run.plan, rank=distributed.rank(), start=run.start, stop=run.schedule.steps
         )
-        self._iterator: Iterator[Any] = iter(
-            training_loader(run.train.dataset, run.config.run.seed, order, workers=run.config.data.workers)
+        device, data = distributed.device(), run.config.data
+        loader = training_loader(
+            run.train.dataset, run.config.run.seed, order, workers=data.workers, pinned=device.type != "cpu"
         )
-        self._next: Any = next(self._iterator, None)  # None if a finished run is resumed
-        self.agree(alarms=1)
+        self._feed = DeviceFeed(loader, device)
+        self._feed.waited_since()  # starting the loader is not waiting
+        self.agree(True)
 
     @property
     def next_failed(self) -> bool:
-        return isinstance(self._next, Unreadable)
+        return isinstance(self._feed.next, Unreadable)
 
     def take(self) -> dict[str, Any]:
-        batch, self._next = self._next, next(self._iterator, None)
-        return batch
+        return self._feed.take()
 
-    def agree(self, alarms: int) -> None:
-        """If `alarms` of the ranks could not load their next batch, stop on all ranks."""
-        if alarms:
+    def waited(self) -> float:
+        """Seconds spent waiting for data since the last call."""
+        return self._feed.waited_since()
+
+    def agree(self, failed: bool) -> None:
+        """If any rank could not load its next batch, stop on all ranks."""
+        if failed:
             with distributed.together():
-                if self.next_failed:
-                    raise DataError(self._next.reason)
+                if isinstance(self._feed.next, Unreadable):
+                    raise DataError(self._feed.next.reason)
 
 
-def step_record(
-    run: Run, step: int, losses: list[dict[str, float]], lr_factor: float, *, seconds: float
-) -> tuple[dict[str, Any], bool, bool]:
-    """The record of one optimizer step, with losses averaged over the micro-batches of all ranks; whether any rank
-    received a signal to stop; and whether rank 0 could not write an earlier record."""
-    if run.loss_names is None:  # only once: later all ranks must sum vectors of the same length
-        run.loss_names = sorted({name for names in distributed.all_gather_objects(sorted(losses[0])) for name in names})
-    names = run.loss_names
-    values = torch.tensor(
-        [
-            *(sum(part.get(name, 0.0) for part in losses) / len(losses) for name in names),
-            float(preemption.stop_asked()),
-            float(run.lost_record is not None),
-        ],
-        dtype=torch.float64,
-    )
-    *mean, stop, lost = (distributed.sum_over_ranks(values) / run.plan.world).tolist()
-    norm = run.engine.get_global_grad_norm()
-    record: dict[str, Any] = {
-        "step": step + 1,
-        "epoch": (step + 1) / run.schedule.steps_per_epoch,
-        **dict(zip(names, mean)),
-        "lr": run.config.optimizer.params["lr"] * lr_factor,
-        "grad_norm": float(norm) if norm is not None else None,
-        "images_per_second": run.plan.total / seconds,
-        "seconds": seconds,
-        "memory_gb": memory_gb(),
-    }
-    if run.precision.dtype == torch.float16:
-        record["loss_scale"] = run.layout.loss_scale()
-    if isinstance(run.optimizer, AGVMOptimizer):
-        modulator = run.optimizer.modulator
-        record["mu"] = dict(modulator.mu)
-        if modulator.last_window == step + 1:  # phi was measured in this step
-            record["phi"] = dict(modulator.phi)
-    return record, stop > 0, lost > 0
-
-
-def write_events(model_engine: Any, record: dict[str, Any]) -> None:
-    """Send the record to DeepSpeed's monitors (tensorboard, csv_monitor, wandb) that the config enables."""
-    if model_engine.monitor.enabled:
-        events = []
-        for key, value in record.items():
-            for name, number in value.items() if isinstance(value, dict) else [("", value)]:
-                if key != "step" and number is not None:
-                    events.append((f"train/{key}{'/' + name if name else ''}", number, record["step"]))
-        model_engine.monitor.write_events(events)
-
-
-def stop_on_nonfinite(count: int, culprit: tuple[dict[str, float], dict[str, Any]] | None, *, at_the_end: bool) -> None:
-    """`culprit`: losses and batch of this rank's first micro-batch whose loss was not finite, if it had one."""
+def stop_on_nonfinite(count: int, culprit: Culprit | None, *, at_the_end: bool) -> None:
+    """`culprit`: this rank's first micro-batch whose loss was not finite, if it had one."""
     where = f"the last {count} optimizer steps of the run" if at_the_end else f"{count} optimizer steps in a row"
     advice = "lower optimizer.params.lr, lengthen the warm-up or set gradient_clipping"
     with distributed.together():
         if culprit is not None:
-            losses, batch = culprit
+            own, batch = culprit
+            losses = {name: float(value) for name, value in own.items()}
             images = [sample.img_id for sample in batch["data_samples"]]
             raise Diverged(
                 f"the loss was not finite in {where}: losses {losses} on images {images} of rank "

@@ -46,7 +46,6 @@ class Run:
     ema: ShardEMA | None = None
     sam: SharpnessAware | None = None
     start: int = 0  # optimizer steps done before this process began
-    loss_names: list[str] | None = None
     lost_record: str | None = None  # on rank 0: why a record could not be written
     lost_save: str | None = None  # why the newest checkpoint could not be written
 

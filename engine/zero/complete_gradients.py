@@ -5,7 +5,9 @@ parameter without a gradient on *some* ranks (a head that saw no object) mixes u
 ZeRO-3. One without a gradient on *any* rank counts as zero at stages 0, 1 and 2, and is
 updated with the previous step's gradient at stage 3. Here a missing gradient is zero at every stage.
 
-Before backward the ranks compare which parameters their graphs reach (one small message on the CPU).
+Before backward the ranks compare which parameters their graphs reach. This is the only message of a micro-step that is
+not a gradient or a weight, and reading it is the only time that the host waits for the device: it travels on the
+accelerator's own backend, and what else the ranks must tell each other travels with it (`extra`).
 - If every rank reaches every parameter, nothing is done.
 - If a parameter is missing for the first time, the gradients of this micro-step are computed first and then delivered
   in parameter order, with zeros for the missing ones. This holds one full set of gradients, for this micro-step only.
@@ -126,7 +128,8 @@ class _Deliver(torch.autograd.Function):
 class Agreed(NamedTuple):
     loss: torch.Tensor
     broken: int  # ranks whose micro-batch does not count
-    alarms: int  # ranks that raised the caller's flag
+    counts: bool  # whether that of this rank does
+    extra: list[float]  # the caller's numbers, summed over ranks
 
 
 class CompleteGradients:
@@ -142,6 +145,13 @@ class CompleteGradients:
         self._model = model
         self._known_gaps: list[int] = []
         self._gathered: list[torch.nn.Parameter] = []
+        self._flags: tuple[tuple[bool, ...], torch.Tensor] | None = None
+
+    def _on_device(self, there: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+        # They rarely change, so that they are rarely copied.
+        if self._flags is None or self._flags[0] != there or self._flags[1].device != device:
+            self._flags = there, torch.tensor(there, dtype=torch.float32).to(device)
+        return self._flags[1]
 
     def _gather(self, parameters: Sequence[Any]) -> list[Any]:
         # DeepSpeed keeps the parameters it is fetching on the root module (0.19.8).
@@ -162,33 +172,45 @@ class CompleteGradients:
         return touched
 
     def complete(
-        self, loss: torch.Tensor, touched: torch.Tensor | None, *, counts: bool = True, alarm: bool = False
+        self,
+        loss: torch.Tensor,
+        touched: torch.Tensor | None,
+        *,
+        counts: bool | torch.Tensor = True,
+        extra: torch.Tensor | None = None,
     ) -> Agreed:
         """The loss to call backward on, and what the ranks told each other.
 
-        A micro-batch that does not count (its loss is not finite) contributes zeros instead of gradients. `alarm` is a
-        flag of the caller, sent in the same message.
+        A micro-batch that does not count (its loss is not finite) contributes zeros instead of gradients. `counts` may
+        be a tensor on the device, so that the host need not wait for it. `extra` is a vector of the caller's, as long
+        on all ranks, which is summed over ranks in the same message.
         """
         if touched is not None:  # on all ranks, because under ZeRO-3 its backward gathers
             loss = loss + touched.to(loss.dtype)
-        reached = reached_parameters(loss) if counts else set()
+        reached = reached_parameters(loss)
         # A parameter that was frozen meanwhile needs no gradient.
-        there = [id(p) in reached or not p.requires_grad for p in self.parameters]
-        flags = torch.tensor([not counts, alarm, *there], dtype=torch.int32)
-        distributed.sum_over_ranks(flags)
-        broken, alarms = flags[:2].tolist()
-        gaps = (flags[2:] < distributed.world_size()).nonzero().flatten().tolist()
+        there = tuple(id(p) in reached or not p.requires_grad for p in self.parameters)
+        own = (
+            counts.detach().float() if isinstance(counts, torch.Tensor) else torch.full((), counts, device=loss.device)
+        )
+        parts = [1.0 - own.float().view(1), self._on_device(there, loss.device) * own]
+        message = torch.cat(parts if extra is None else [*parts, extra.float()])
+        broken, *sums = distributed.sum_on_device(message).tolist()
+        flags, told = sums[: len(there)], sums[len(there) :]
+        world = distributed.world_size()
+        gaps = [i for i, n in enumerate(flags) if n < world and self.parameters[i].requires_grad]
+        mine = not broken or bool(own)
         if not gaps:
-            return Agreed(loss, broken, alarms)
+            return Agreed(loss, int(broken), mine, told)
         if not broken:
             self._known_gaps = sorted({*self._known_gaps, *gaps})
             if self.observer is not None:
                 self.observer.learn_order()
         trained = [p for p in self.parameters if p.requires_grad]
         partitioned = self._gather([self.parameters[i] for i in gaps])
-        delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, counts, self.observer, *trained)
+        delivered = _Deliver.apply(self._gather_for_backward, lambda: loss, mine, self.observer, *trained)
         _release(partitioned)
-        return Agreed(delivered, broken, alarms)
+        return Agreed(delivered, int(broken), mine, told)
 
     def release(self) -> None:
         """Under ZeRO-3, partition again what backward gathered."""

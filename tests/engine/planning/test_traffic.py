@@ -106,7 +106,8 @@ MODEL = [
     Parameter("c", 7, "head", 2),
     Parameter("frozen", 100, "backbone", None),
 ]
-LOOP = Counter({("all_reduce", 4 * 5): 1, ("all_reduce", 8 * 4): 1})  # flags of three parameters; two losses
+# One message: a finite loss, flags of three parameters, four notices, two losses.
+LOOP = Counter({("all_reduce", 4 * 10): 1})
 
 
 # Each parameter is used once, in order, and on the way back.
@@ -130,8 +131,8 @@ def test_a_step_by_hand():
     # Groups of 10, 3 and 7 elements padded to 16, 8 and 8; one overflow flag, a norm for each group.
     shards = Counter({("all_gather", 32): 1, ("all_gather", 16): 2, ("all_reduce", 1): 1, ("all_reduce", 4): 3})
     assert calls({**zero(2), **bf16}) == LOOP + shards + Counter({("all_reduce", 40): 1})
-    # Two micro-steps: gradients and flags twice at stage 2, gradients once at stage 1.
-    twice = Counter({("all_reduce", 20): 1})
+    # Two micro-steps: gradients and the message twice at stage 2, gradients once at stage 1.
+    twice = LOOP
     assert calls({**zero(2), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 2})
     assert calls({**zero(1), **bf16}, K=2) == LOOP + twice + shards + Counter({("all_reduce", 40): 1})
     # Chunks of 3, 1 and 2, all small enough to stay whole, as is the frozen one: gathered after the step, one by one;
@@ -233,7 +234,7 @@ def test_what_a_ring_sends():
     assert sent_bytes("all_gather", 100, 1) == sent_bytes("barrier", 100, 4) == 0
     settings = communication_settings(zero(0), 4, 1)
     traffic = step_traffic(ModelFacts(MODEL), settings)
-    assert sum(c.times(1) * sent_bytes(c.op, c.bytes, 4) for c in traffic) == 1.5 * (80 + 20 + 16)
+    assert sum(c.times(1) * sent_bytes(c.op, c.bytes, 4) for c in traffic) == 1.5 * (80 + 4 * 8)
     assert step_traffic(ModelFacts(MODEL), communication_settings(zero(2), 1, 1)) == []
 
 
