@@ -139,7 +139,7 @@ def outcome(work_dir: Path) -> tuple[dict, list[dict]]:
     from engine.checkpoints.reading import read_weights
     from engine.modeling.weights import whole
 
-    costs = ("images_per_second", "seconds", "memory_gb")
+    costs = ("images_per_second", "seconds", "data_seconds", "memory_gb")
     records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
     tensors = {
         (name, ema): whole(value) for ema in (False, True) for name, value in read_weights(work_dir, ema=ema)[0].items()

@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "AGVMLAMB": {"lr": 0.01, "weight_decay": 0.05, "tau": 2, "alpha": 0.5, "start_step": 0},
 }
 # What a step costs is no part of its result.
-COSTS = ("images_per_second", "seconds", "memory_gb")
+COSTS = ("images_per_second", "seconds", "data_seconds", "memory_gb")
 
 
 def settings(optimizer: str, stage: int, /, **changes) -> dict:
