@@ -44,6 +44,9 @@ class FakeCuda(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(function, args, kwargs or {})
 
+    def tolist(self) -> Any:  # torch refuses it for subclasses
+        return self.values.tolist()
+
     def __repr__(self) -> str:
         return f"FakeCuda({self.values})"
 

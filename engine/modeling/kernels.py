@@ -58,9 +58,11 @@ def compile_backbone(model: Any, *, stage: int, recomputed: bool) -> None:
             "detector.compile_backbone and detector.checkpoint_activations cannot be used together: leave one of them "
             "out"
         )
-    for module in backbone.modules():
-        if isinstance(module, Fp32BatchNorm) and module.synchronise:  # it sends messages, which stay outside
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    if any(isinstance(module, Fp32BatchNorm) and module.synchronise for module in backbone.modules()):
+        raise ConfigError(
+            "detector.compile_backbone is not for a backbone whose batch norms send messages in the middle of it: set "
+            "detector.sync_bn to false, or leave detector.compile_backbone out"
+        )
     backbone.compile()
 
 

@@ -1,4 +1,4 @@
-"""On CUDA no detector and no kernel mixes devices: the loss of every zoo detector on tensors that torch takes for CUDA's."""
+"""On CUDA nothing mixes devices: losses of the zoo's detectors, and kernels, on tensors that torch takes for CUDA's."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def boxes():
 
 
 def attention(ops):
-    return ops.MultiScaleDeformableAttnFunction.apply(
+    return ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction.apply(
         maps(1, 20, 2, 4),
         torch.tensor([[4, 4], [2, 2]], device="cuda"),
         torch.tensor([0, 16], device="cuda"),
