@@ -1,7 +1,7 @@
 """Images per second on two CPU ranks, against mmengine's own DeepSpeedStrategy.
 
-RetinaNet-R18 at 256x192, four images a rank, ZeRO-2, SGD, the same COCO-style data, transforms and loader processes. The
-two take turns, process by process; seconds of a step are medians without the first ones, and the ratio is one for each
+RetinaNet-R18 at 256x192, four images a rank, ZeRO-2, SGD, the same COCO-style data, transforms and loader processes.
+The two take turns, process by process; seconds of a step are medians without the first ones, and the ratio is one for each
 pair of turns, so that a load that comes and goes hits both.
 
 mmengine's strategy does not start on DeepSpeed 0.19 (it imports a module that is gone), nor without a GPU (it chooses a
@@ -36,12 +36,13 @@ def theirs(data: Path, steps: int, out: Path) -> None:
     import torch
 
     torch.cuda.set_device = lambda *_: None  # there is no GPU
-    import models  # noqa: F401  (mmcv's ops without a compiler, as in our own run)
     from mmengine._strategy import DeepSpeedStrategy  # noqa: F401
     from mmengine.config import Config
     from mmengine.hooks import Hook
     from mmengine.hub import get_config
     from mmengine.runner import FlexibleRunner
+
+    import models  # noqa: F401  (mmcv's ops without a compiler, as in our own run)
 
     seconds: list[float] = []
 

@@ -1,8 +1,14 @@
 """Batch normalisation with statistics in fp32, over one rank or over all ranks, on any device.
 
 torch's SyncBatchNorm refuses CPU tensors. A model cast to bf16 or fp16 keeps its running statistics in that type, where
-an update with momentum 0.1 soon rounds to nothing. `Fp32BatchNorm` solves both: weights may be in half precision, but
-sums and running statistics stay in fp32.
+an update with momentum 0.1 soon rounds to nothing. `Fp32BatchNorm` solves both: weights and maps may be in half
+precision, but sums and running statistics stay in fp32. No fp32 copy of a map is kept: torch's kernels take a half
+precision map with fp32 weights and statistics, on CPU and CUDA.
+
+Over ranks it sends one message forward and one backward, of a size that does not grow with the number of ranks, and the
+host never waits for the device. The autograd function of torch's SyncBatchNorm (2.15) does otherwise: it gathers the
+statistics of every rank, and drops those of ranks without values by a mask, which the host reads. So it is not called;
+its kernels are, where they exist (CUDA).
 """
 
 from __future__ import annotations
@@ -14,42 +20,103 @@ import torch.distributed as dist
 from torch import nn
 
 
-class _SyncedNormalise(torch.autograd.Function):
-    """y = (x - mean) / sqrt(var + eps), with mean and var over all ranks.
+class _SyncedBatchNorm(torch.autograd.Function):
+    """y = weight * z + bias with z = (x - mean) / sqrt(var + eps), mean and var over all ranks.
 
-    Let D = sum dy and P = sum dy * y over the n values of a channel on all ranks. Then
-    dx = (dy - D / n - y * P / n) / sqrt(var + eps).
+    Let D = sum dy and P = sum dy * z over the n values of a channel on all ranks. Then
+    dx = weight * (dy - D / n - z * P / n) / sqrt(var + eps). A rank without values takes part with zeros.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float, group: Any) -> tuple[torch.Tensor, ...]:
-        axes = [0, *range(2, x.dim())]
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: Any
+    ) -> tuple[torch.Tensor, ...]:
+        if not _is_channels_last(x):
+            x = x.contiguous()
         count = x.numel() // x.shape[1]
-        # Each rank sums around its own mean; the parallel-variance rule joins the sums. E[x^2] - E[x]^2 would cancel.
-        local_mean = x.mean(axes)
-        local_m2 = (x - _per_channel(local_mean, x)).square().sum(axes)
-        packed = torch.cat([x.new_tensor([float(count)]), local_mean * count])
+        mean, variance = (v.double() for v in _moments(x, eps))
+        # Each rank sums around its own mean in fp32. Sums of squares around zero cancel when they are joined, by the
+        # square of mean / deviation: in fp64 there are enough digits for that, and one message carries everything.
+        packed = torch.cat([mean * count, (variance + mean.square()) * count, mean.new_full((1,), count)])
         dist.all_reduce(packed, group=group)
-        total, mean = packed[0], packed[1:] / packed[0]
-        m2 = local_m2 + count * (local_mean - mean).square()
-        dist.all_reduce(m2, group=group)
-        variance = m2 / total
-        inverse_std = torch.rsqrt(variance + eps)
-        y = (x - _per_channel(mean, x)) * _per_channel(inverse_std, x)
-        ctx.save_for_backward(y, inverse_std, total)
-        ctx.group = group
+        total, channels = packed[-1:], x.shape[1]
+        mean = packed[:channels] / total
+        variance = (packed[channels:-1] / total - mean.square()).clamp_min_(0).float()
+        mean = mean.float()
+        y = nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps) if count else x.clone()
+        ctx.save_for_backward(x, weight, mean, variance, total)
+        ctx.group, ctx.eps = group, eps
         ctx.mark_non_differentiable(mean, variance, total)
         return y, mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
-        y, inverse_std, total = ctx.saved_tensors
-        axes = [0, *range(2, y.dim())]
-        sums = torch.stack([dy.sum(axes), (dy * y).sum(axes)])
-        dist.all_reduce(sums, group=ctx.group)
-        sums = sums / total
-        dx = (dy - _per_channel(sums[0], y) - y * _per_channel(sums[1], y)) * _per_channel(inverse_std, y)
-        return dx, None, None
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, variance, total = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last) if _is_channels_last(x) else dy.contiguous()
+        scale = torch.ones_like(mean) if weight is None else weight
+        if x.numel():
+            # The gradients of weight and bias are this rank's P and D.
+            _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
+        else:
+            dweight, dbias = torch.zeros_like(mean), torch.zeros_like(mean)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([dbias, dweight])
+            dist.all_reduce(sums, group=ctx.group)
+            inverse_std = torch.rsqrt(variance + ctx.eps)
+            dx = _input_gradient(dy, x, scale, mean, inverse_std, sums, total)
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        return dx, dweight if of_weight else None, dbias if of_bias else None, None, None
+
+
+def has_sync_kernels(device: torch.device) -> bool:
+    """Whether torch has the kernels of its SyncBatchNorm on this device."""
+    return device.type == "cuda"
+
+
+def _moments(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of this rank's values, in fp32."""
+    if x.numel() == 0:
+        zeros = torch.zeros(x.shape[1], device=x.device)
+        return zeros, zeros
+    if has_sync_kernels(x.device):
+        mean, inverse_std = torch.batch_norm_stats(x, eps)
+        return mean, (inverse_std.double().pow(-2) - eps).clamp_min_(0)
+    axes = [0, *range(2, x.dim())]
+    x = x.float()
+    mean = x.mean(axes)
+    return mean, (x - _per_channel(mean, x)).square().mean(axes)
+
+
+def _input_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    inverse_std: torch.Tensor,
+    sums: torch.Tensor,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    sum_dy, sum_dy_z = sums.unbind()
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    if has_sync_kernels(x.device):
+        around_mean = sum_dy_z / inverse_std  # torch's kernel takes sum dy * (x - mean)
+        return torch.batch_norm_backward_elemt(
+            dy, x, mean, inverse_std, weight, sum_dy, around_mean, total.to(torch.int32)
+        )
+    # A dy + B x + C, with one number of each for a channel.
+    a = weight * inverse_std
+    b = -a * inverse_std * sum_dy_z / total.float()
+    c = -a * sum_dy / total.float() - b * mean
+    dx = torch.addcmul(_per_channel(c, x), dy.float(), _per_channel(a, x))
+    return dx.addcmul_(x.float(), _per_channel(b, x)).to(x.dtype)
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -87,28 +154,36 @@ class Fp32BatchNorm(nn.modules.batchnorm._BatchNorm):
         bias = self.bias.float() if self.bias is not None else None
         use_batch = self.training or self.running_mean is None
         world = dist.get_world_size(self.process_group) if self.synchronise and dist.is_initialized() else 1
-        momentum = self.momentum if self.momentum is not None else 0.0
         if self.training and self.track_running_stats:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
         # As in torch's SyncBatchNorm, ranks never join in evaluation, where they see different numbers of images.
-        if not self.training or world == 1:
-            y = nn.functional.batch_norm(
-                x.float(), self.running_mean, self.running_var, weight, bias, use_batch, momentum, self.eps
+        if self.training and world > 1:
+            y, mean, variance, total = _SyncedBatchNorm.apply(x, weight, bias, self.eps, self.process_group)
+            self._update_statistics(mean, variance * (total / (total - 1)))
+            return y
+        if not self.training or self.momentum is not None or self.running_mean is None:
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, weight, bias, use_batch, self.momentum or 0.0, self.eps
             )
-            return y.to(x.dtype)
-        y, mean, variance, total = _SyncedNormalise.apply(x.float(), self.eps, self.process_group)
-        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
-            with torch.no_grad():
-                self.running_mean.lerp_(mean, momentum)
-                self.running_var.lerp_(variance * (total / (total - 1)), momentum)
-        if weight is not None:
-            y = y * _per_channel(weight, y)
-        if bias is not None:
-            y = y + _per_channel(bias, y)
-        return y.to(x.dtype)
+        # `momentum` None is a mean over all batches. Their number is on the device, and torch wants it from the host.
+        assert self.running_var is not None
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        y = nn.functional.batch_norm(x, mean, variance, weight, bias, True, 1.0, self.eps)
+        self._update_statistics(mean, variance)
+        return y
+
+    @torch.no_grad()
+    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            value = value.to(running.dtype)
+            if self.momentum is not None:
+                running.lerp_(value, self.momentum)
+            else:
+                assert self.num_batches_tracked is not None
+                running.lerp_(value, self.num_batches_tracked.to(running.dtype).reciprocal())
 
 
 class Fp32BatchNormAct(Fp32BatchNorm):

@@ -100,6 +100,20 @@ class DetectorConfig(CodeBlock):
     checkpoint_activations: list[str] = setting(
         [], resume="free", description="prefixes of modules whose blocks are recomputed in backward"
     )
+    tf32: bool = setting(
+        True,
+        resume="changes",
+        description="fp32 products and convolutions round their factors to TF32, as torch recommends for training "
+        "(CUDA; no effect on the CPU)",
+    )
+    channels_last: bool = setting(
+        False,
+        resume="free",
+        description="maps have their channels last in memory, which suits tensor cores in half precision",
+    )
+    compile_backbone: bool = setting(
+        False, resume="free", description="torch.compile of the backbone while training (ZeRO 0 to 2)"
+    )
     zero_init: bool = setting(
         False, resume="free", description="build the model partitioned (ZeRO-3; for models that do not fit in memory)"
     )

@@ -11,6 +11,7 @@ from torch import nn
 from engine.config import RunConfig
 from engine.data.types import Classes
 from engine.errors import ConfigError, first_line
+from engine.modeling.kernels import compile_backbone, use_channels_last
 from engine.modeling.precision import Precision, loss_in_fp32
 from engine.modeling.recompute import checkpoint_blocks
 from engine.randomness import BUILD, seed_all
@@ -63,5 +64,9 @@ def build_model(
         loss_in_fp32(model)
     if detector.checkpoint_activations:
         checkpoint_blocks(model, detector.checkpoint_activations)
+    if detector.channels_last:
+        use_channels_last(model)
+    if detector.compile_backbone and not empty:  # an empty model is planned or evaluated, and not worth the minutes
+        compile_backbone(model, stage=config.zero_stage, recomputed=bool(detector.checkpoint_activations))
     model.train()  # mmdet's distilled detectors return nothing here
     return model

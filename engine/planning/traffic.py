@@ -107,9 +107,9 @@ class _Step:
         self._weights()
         self._norms_and_flags()
         for channels, forward in model.norms:
-            # models/batch_norm.py, in fp32: count and sums, then squares, and two sums backward.
-            for width, calls in ((channels + 1, forward), (channels, forward), (2 * channels, 1)):
-                self.add("all_reduce", 4 * width, "micro-step", "batch norm", calls)
+            # models/batch_norm.py: sums, squares and count in fp64, and two sums in fp32 backward.
+            for size, calls in ((8 * (2 * channels + 1), forward), (4 * 2 * channels, 1)):
+                self.add("all_reduce", size, "micro-step", "batch norm", calls)
         # engine/zero/complete_gradients.py, in fp32: whether the loss is finite, which gradients come; and
         # engine/train/forward.py: four notices, losses.
         message = 1 + sum(p.trained for p in self.parameters) + 4 + losses

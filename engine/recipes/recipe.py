@@ -11,6 +11,14 @@ from engine.recipes.pipelines import PIPELINES, Pipeline
 from engine.recipes.setting import Setting
 from engine.recipes.training import Training
 
+# Weights are the same at every stage. At stage 0 DeepSpeed reduces gradients after backward; at stages 1 and 2 during
+# it, one bucket after another. Its default bucket holds a whole ResNet-50 detector: nothing would be left to overlap.
+_ZERO = [
+    Setting("zero_optimization.stage", 1, "the optimizer's state divided over the ranks", "ours"),
+    Setting("zero_optimization.overlap_comm", True, "gradients are reduced during backward", "ours"),
+    Setting("zero_optimization.reduce_bucket_size", 10_000_000, "40 MB in fp32: several for a detector", "ours"),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -27,7 +35,8 @@ class Recipe:
             backbone.append(
                 Setting("detector.sync_bn", True, "batch-norm statistics of the head over all ranks", "ours")
             )
-        return [*self.pipeline.settings(), *backbone, *map(self._longer, self.training.settings(batch, agvm=self.agvm))]
+        training = map(self._longer, self.training.settings(batch, agvm=self.agvm))
+        return [*self.pipeline.settings(), *backbone, *training, *(_ZERO if self.backbone else ())]
 
     def _longer(self, setting: Setting) -> Setting:
         extra = self.backbone.extra_epochs if self.backbone else 0

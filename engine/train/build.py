@@ -20,6 +20,7 @@ from engine.errors import ConfigError, first_of
 from engine.files import CONFIG, write_json
 from engine.modeling.build import build_model
 from engine.modeling.detector import describe, dropped_weights
+from engine.modeling.kernels import use_tf32
 from engine.modeling.precision import Precision
 from engine.modeling.preprocessing import Preprocessor
 from engine.modeling.start_weights import start_warnings
@@ -78,6 +79,9 @@ def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
         modules = config.optimizer.params.get("modules") or detector_modules(model)
         say(f"agvm    {describe_modules(optimizer.param_groups, modules)}; optimizer.params.modules changes them")
     precision, device = Precision.of(config.deepspeed), distributed.device()
+    tf32 = use_tf32(config.detector.tf32, device)
+    if tf32:
+        say(f"tf32    {tf32}")
     preprocess = Preprocessor(model, device, precision)
     forward = TrainingForward(model, preprocess, precision, device, over_ranks=config.detector.normaliser == "ranks")
     model.forward = forward

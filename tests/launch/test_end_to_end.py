@@ -98,7 +98,10 @@ def read(path):
 
 def records(work_dir):
     lines = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "data_seconds", "images_per_second", "memory_gb")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "data_seconds", "images_per_second", "memory_gb")}
+        for line in lines
+    ]
 
 
 def test_a_run_leaves_its_records_and_shows_a_table(trained):

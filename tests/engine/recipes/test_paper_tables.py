@@ -159,7 +159,7 @@ def unstated(recipe, batch):
     return {
         s.key.removeprefix("optimizer.").removeprefix("schedule.").removeprefix("params."): s.source
         for s in find_recipe(recipe).settings(batch)
-        if s.source != "paper"
+        if s.source != "paper" and not s.key.startswith("zero_optimization")
     }
 
 
@@ -245,6 +245,18 @@ def test_what_the_paper_does_not_state_is_marked(recipe, batch, expected):
     assert unstated(recipe, batch) == expected
     if recipe.startswith("uninet"):
         assert unstated(recipe, 32)["lr"] == "ours"  # only 960 is the paper's
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_gradients_are_reduced_during_backward(recipe):
+    """UniNet-G's stage depends on the machine, and is left to the user."""
+    zero = {
+        s.key.removeprefix("zero_optimization."): s.value
+        for s in find_recipe(recipe).settings(256)
+        if s.key.startswith("zero_optimization") and s.source == "ours"
+    }
+    overlapping = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 10**7}
+    assert zero == ({} if find_recipe(recipe).backbone is None else overlapping)
 
 
 def test_there_is_one_small_file_for_every_row():

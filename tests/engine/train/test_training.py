@@ -41,6 +41,13 @@ def test_stages_and_world_sizes_reach_the_same_weights(ranks, reference, world):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
+def test_gradients_reduced_during_backward_give_the_same_weights(ranks, reference):
+    """As the recipes ask for it, in many buckets."""
+    zero = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 5000}
+    result = ranks.run(runs, 2, [{"zero_optimization": zero}])[0][0]
+    assert difference(reference["weights"], result["weights"]) < 1e-6
+
+
 def test_workers_and_repetition_change_nothing(ranks, reference):
     again, with_workers = ranks.run(runs, 1, [{}, {"data": {"workers": 2}}])[0]
     assert difference(reference["weights"], again["weights"]) == 0
