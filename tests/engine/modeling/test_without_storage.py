@@ -51,7 +51,7 @@ def plain_copies(changes):
     from engine.zero.whole_parameters import whole_state
 
     folder = distributed.broadcast_object(tempfile.mkdtemp(prefix="gigadet-run-"))
-    run = build_run(parse_config(merged({"run": {"work_dir": folder}}, changes)))
+    run = build_run(parse_config(merged({"run": {"work_dir": folder}}, merged(changes))))
     real, build = [], evaluate.build_model
 
     def building(*args, **kwargs):
