@@ -1,7 +1,7 @@
 """Images per second on two CPU ranks, against mmengine's own DeepSpeedStrategy.
 
 RetinaNet-R18 at 256x192, four images a rank, ZeRO-2, SGD, the same COCO-style data, transforms and loader processes.
-The two take turns, process by process; seconds of a step are medians without the first ones, and the ratio is one for each
+The two take turns, process by process. Seconds of a step are medians without the first ones. There is a ratio for each
 pair of turns, so that a load that comes and goes hits both.
 
 mmengine's strategy does not start on DeepSpeed 0.19 (it imports a module that is gone), nor without a GPU (it chooses a

@@ -1,94 +1,34 @@
-"""Ranks: their numbers, how they find each other, and how they exchange small messages.
+"""Ranks: their numbers, and how they exchange small messages.
 
-DeepSpeed's launcher and torchrun set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Under Slurm they are
-derived from Slurm's own variables, and a plain `python` run has one rank. Collectives on tensors use the accelerator's
-backend (NCCL, gloo). Objects and errors use a separate gloo group, outside the training steps: a ring of gloo takes
-2 (N - 1) hops one after the other, which is far too slow for a step on hundreds of ranks.
+How they find each other is in `engine.rendezvous`. Collectives on tensors use the accelerator's backend (NCCL, gloo).
+Objects and errors use a separate gloo group, outside the training steps: a ring of gloo takes 2 (N - 1) hops one after
+the other, which is far too slow for a step on hundreds of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine.errors import UserError, quoted
+from engine.errors import UserError
 
 _control_group: Any = None
-
-
-def adopt_launcher_environment() -> None:
-    """Fill in torch's rendezvous variables from Slurm, or for a single process."""
-    env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env:
-        env.setdefault("LOCAL_RANK", "0")
-        _check_launcher()
-        return
-    for name in ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"):
-        _number(name, default=1)
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
-        first_host = _first_slurm_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost"))
-        # All ranks of a job compute the same port; two jobs on one node rarely get the same one.
-        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
-        env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=env["SLURM_NTASKS"], LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
-        env.setdefault("MASTER_ADDR", first_host)
-        env.setdefault("MASTER_PORT", str(port))
-        return
-    env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-
-
-def _check_launcher() -> None:
-    """Refuse variables of a launcher that are half set: the ranks would wait for each other, or train alone."""
-    rank, world = _number("RANK"), _number("WORLD_SIZE")
-    _number("LOCAL_RANK")
-    if world < 1 or not 0 <= rank < world:
-        raise UserError(f"RANK is {rank} and WORLD_SIZE is {world}: RANK must be from 0 to WORLD_SIZE - 1")
-    if world > 1 and not os.environ.get("MASTER_ADDR"):
-        raise UserError(f"WORLD_SIZE is {world} but MASTER_ADDR is not set: ranks cannot find each other{_ADVICE}")
-    if world > 1 or "MASTER_PORT" in os.environ:
-        port = _number("MASTER_PORT")
-        if not 0 < port < 65536:
-            raise UserError(f"MASTER_PORT must be from 1 to 65535, got {port}")
-    else:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-
-
-_ADVICE = ": use a launcher (deepspeed, torchrun, srun), or unset RANK, WORLD_SIZE and LOCAL_RANK for one process"
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None:
-        raise UserError(f"a launcher's variables are half set: {name} is missing{_ADVICE}")
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise UserError(f"{name} must be a whole number, got {quoted(text)}{_ADVICE}")
-    return int(text)
-
-
-def _first_slurm_host(nodes: str) -> str:
-    """`gpu[003-010,015],cpu1` -> `gpu003`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    return (match.group(1) + (match.group(2) or "")) if match else "localhost"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+_place_on_node: int | None = None  # where LOCAL_RANK had to become the number of the device
 
 
 def set_control_group(group: Any) -> None:
     """Use this gloo group for small messages. `engine.zero.processes` creates it with the other process groups."""
     global _control_group
     _control_group = group
+
+
+def control_group() -> Any:
+    return _control_group
 
 
 def rank() -> int:
@@ -100,7 +40,14 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """This rank's place on its node. Not always LOCAL_RANK, which DeepSpeed takes as the number of the device."""
+    return int(os.environ.get("LOCAL_RANK") or 0) if _place_on_node is None else _place_on_node
+
+
+def set_local_rank(place: int | None) -> None:
+    """Keep the place on the node apart from LOCAL_RANK; None: LOCAL_RANK is right."""
+    global _place_on_node
+    _place_on_node = place
 
 
 def device() -> torch.device:

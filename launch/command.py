@@ -80,14 +80,16 @@ def load_model(options: argparse.Namespace) -> Any:
     # Here, because --help and a wrong option must not wait for torch.
     from engine import distributed
     from engine.inference import load
-    from engine.zero.processes import init_distributed
+    from engine.zero.processes import init_distributed, set_timeout
 
     init_distributed()
     watch_ranks()
     with distributed.together():
-        return load.load_model(
+        loaded = load.load_model(
             options.checkpoint, options.deepspeed_config, options.set, ema=options.ema, origin=origin_of(options)
         )
+    set_timeout(loaded.config.run.timeout_minutes)
+    return loaded
 
 
 def watch_ranks() -> None:
@@ -121,7 +123,8 @@ def run_command(body: Callable[[], None]) -> None:
     """Run a script's body. A UserError is printed as one sentence (once per node), and the exit code is 2."""
     launcher.remember()
     _share_cores()
-    from engine.distributed import adopt_launcher_environment  # here: torch creates its threads when it is imported
+    from engine import distributed  # here: torch creates its threads when it is imported
+    from engine.rendezvous import adopt_launcher_environment
 
     try:
         adopt_launcher_environment()
@@ -129,7 +132,7 @@ def run_command(body: Callable[[], None]) -> None:
     except UserError as error:
         sentence = f"error: {short(' '.join(str(error).splitlines()), LONGEST)}"
         _tell_torchrun(sentence)
-        if os.environ.get("LOCAL_RANK", "0") in ("0", ""):
+        if _is_first_on_node(distributed.local_rank):
             print(sentence, file=sys.stderr, flush=True)
         else:
             time.sleep(WAIT_FOR_MESSAGE)
@@ -175,6 +178,13 @@ class LastingOutput:
             os.close(nowhere)
 
 
+def _is_first_on_node(local_rank: Callable[[], int]) -> bool:
+    try:
+        return local_rank() == 0
+    except ValueError:  # LOCAL_RANK is no number, which is the error to be printed
+        return True
+
+
 def _tell_torchrun(sentence: str) -> None:
     """Write the sentence where torchrun looks for a rank's error: it ends its own long report with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -186,7 +196,14 @@ def _tell_torchrun(sentence: str) -> None:
 
 def _share_cores() -> None:
     """Divide the cores among the ranks of this node, unless a launcher or the user has set the threads."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE")
+    names = (
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "SLURM_NTASKS_PER_NODE",
+        "WORLD_SIZE",
+    )
     ranks = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # Waiting threads sleep instead of spinning on a core that other ranks or programs could use.

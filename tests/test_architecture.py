@@ -20,6 +20,7 @@ ROOMS = (
     "folder_lock",
     "launcher",
     "heartbeat",
+    "rendezvous",
     "distributed",
     "randomness",
     "preemption",

@@ -48,7 +48,8 @@ def restore(state: TrainingState, checkpoint: Checkpoint, progress: Callable[[in
         )
         if state.ema is not None:
             _fill_average(state.ema, names, checkpoint)
-        untrained = dict(checkpoint.untrained())
+        # Of a parameter that is partitioned here, rank 0 alone gives the value.
+        untrained = dict(checkpoint.untrained(frozen_parts=distributed.rank() == 0 or state.stage < 3))
         same_ranks = checkpoint.manifest.world == state.batch.world
         statistics = checkpoint.statistics(distributed.rank()) if same_ranks else {}
     state.layout.publish()

@@ -12,15 +12,18 @@ from torch import nn
 from engine import distributed, heartbeat
 from engine.checkpoints import store
 from engine.checkpoints.manifest import Manifest
+from engine.checkpoints.saved_geometry import NAME as GEOMETRY
+from engine.checkpoints.saved_geometry import as_table
 from engine.checkpoints.state import TrainingState
 from engine.checkpoints.store import checkpoints_of
 from engine.checkpoints.zero_folder import AGVM_KEY, CLIENT_KEY, EMA, rank_file
 from engine.errors import SaveError
-from engine.modeling.statistics import local_statistics
+from engine.modeling.statistics import joined_statistics, local_statistics
 from engine.optim.agvm import AGVMOptimizer
 from engine.zero.layout import Layout
 from engine.zero.loss_scale import saved_scale
 from engine.zero.scalars import file_shape
+from engine.zero.stored import stored_states
 
 
 def save_checkpoint(state: TrainingState, work_dir: Path, step: int) -> None:
@@ -40,8 +43,11 @@ def save_checkpoint(state: TrainingState, work_dir: Path, step: int) -> None:
     client_state = {CLIENT_KEY: _meta(state, step)}
     if isinstance(state.optimizer, AGVMOptimizer):
         client_state[AGVM_KEY] = state.optimizer.agvm_state_dict()
+    joined = joined_statistics(state.engine.module)
     writer = save_with(state.engine, aside, client_state)
     writer.save(_of_this_rank(state), str(aside / rank_file(distributed.rank())))
+    if distributed.rank() == 0:
+        writer.save(_of_all_ranks(state, joined), str(aside / GEOMETRY))
     reports = distributed.gather_objects((writer.written, writer.failure))
     if reports is not None:
         failure = next((text for _, text in reports if text), None)
@@ -97,6 +103,17 @@ def _of_this_rank(state: TrainingState) -> dict[str, Any]:
     if state.ema is not None:
         content[EMA] = state.ema.shards if held else {}
     return content
+
+
+def _of_all_ranks(state: TrainingState, statistics: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a reader would otherwise have to ask the files of all ranks for."""
+    first = next(iter(state.layout.shards().values()))
+    return {
+        **as_table(state.layout.geometry),
+        "states": stored_states(state.optimizer.state.get(first, {}), first),
+        "ema": state.ema is not None,
+        "statistics": statistics,
+    }
 
 
 def _manifest(state: TrainingState, step: int, files: dict[str, Any]) -> Manifest:

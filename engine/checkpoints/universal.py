@@ -75,7 +75,7 @@ class UniversalFolder(CheckpointFolder):
         return {key: value for key, value in self._contents(name).items() if not isinstance(value, dict)}
 
     @as_described
-    def untrained(self) -> list[tuple[str, Tensor]]:
+    def untrained(self, *, frozen_parts: bool = True) -> list[tuple[str, Tensor]]:
         known = {*self.parameters, *self.aliases}
         return [(name, value) for name, value in self._model_states["module"].items() if name not in known]
 

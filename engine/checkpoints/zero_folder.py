@@ -1,15 +1,15 @@
 """A checkpoint as a run saved it: DeepSpeed's files of every rank, read by parameter, state and range.
 
-Next to DeepSpeed's files, each rank writes one that says which range of which parameter is where in its shards. So any
-range can be read from the files that hold it, on any number of ranks and at any stage, without a conversion and without
-more memory than the range needs.
+Next to DeepSpeed's files there is a table of where the run's ranks kept every parameter (`saved_geometry.py`), and a
+file of each rank with what it alone has. So any range can be read from the files that hold it, on any number of ranks
+and at any stage, without a conversion, without opening other files, and without more memory than the range needs.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.manifest import Manifest
+from engine.checkpoints.saved_geometry import NAME as GEOMETRY
+from engine.checkpoints.saved_geometry import from_table
 from engine.errors import CheckpointError, first_line, short
 from engine.zero.checked_files import read_file
-from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_elementwise, stored_shards
+from engine.zero.geometry import Geometry, Place
+from engine.zero.stored import WEIGHTS, StoredShard, common_state, is_elementwise, stored_shards, stored_states
 from engine.zero.window import CLIENT_STATE_KEY as AGVM_KEY
 
 CLIENT_KEY = "gigadet"
@@ -101,7 +104,7 @@ class ZeroFolder(CheckpointFolder):
             stored.update({name: value.shape for name, value in states["module"].items()})
         self._check_shapes(stored)
         for name, shape in self.parameters.items():
-            held = sum(stop - start for *_, start, stop in self._places[name])
+            held = self._numbers_held(name)
             if held != math.prod(shape):
                 raise CheckpointError(
                     f"checkpoint {self.folder} is damaged: {short(name)} is {shape} in its manifest, but its files "
@@ -116,15 +119,19 @@ class ZeroFolder(CheckpointFolder):
     @as_described
     def states(self) -> tuple[str, ...]:
         """The states that every parameter has besides its master weights, such as exp_avg, and EMA if it was on."""
-        shard = self._shard(*self._places[self._names[0]][0][:2])
-        own = tuple(sorted(key for key, value in shard.state.items() if is_elementwise(value, shard.weights)))
-        return (*own, EMA) if EMA in self._rank(0) else own
+        if self._table is not None:
+            own, averaged = tuple(str(key) for key in self._table["states"]), bool(self._table["ema"])
+        else:
+            place = self._places_by_rank[self._names[0]][0]
+            shard = self._shard(place.rank, place.shard)
+            own, averaged = tuple(stored_states(shard.state, shard.weights)), EMA in self._rank(0)
+        return (*own, EMA) if averaged else own
 
     @as_described
     def read(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """A range of a flattened parameter, or of one of its states. Do not write to it: it may be a mapped file."""
         parts = []
-        for rank, shard, offset, low, high in self._places[name]:
+        for rank, shard, offset, low, high in self._places(name, start, stop):
             first, last = max(low, start), min(high, stop)
             if first < last:
                 values = self._flat(rank, shard, state)
@@ -136,8 +143,10 @@ class ZeroFolder(CheckpointFolder):
     @as_described
     def scalars(self, name: str) -> dict[str, Any]:
         """States with one value for the whole parameter, such as step."""
-        rank, shard, *_ = self._places[name][0]
-        found = self._shard(rank, shard)
+        places = self._places(name, 0, math.prod(self.parameters[name]))
+        # All keepers of a parameter have the same ones: take those of a file that is open already.
+        place = next((place for place in places if place.rank in self._shards), places[0])
+        found = self._shard(place.rank, place.shard)
         return {
             key: value
             for key, value in found.state.items()
@@ -145,11 +154,15 @@ class ZeroFolder(CheckpointFolder):
         }
 
     @as_described
-    def untrained(self) -> list[tuple[str, Tensor]]:
-        """Frozen parameters and buffers by name. Batch-norm statistics that differ between ranks are averaged."""
-        return list(self._untrained())
+    def untrained(self, *, frozen_parts: bool = True) -> list[tuple[str, Tensor]]:
+        """Frozen parameters and buffers by name. Batch-norm statistics that differ between ranks are averaged.
 
-    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        ZeRO-3 saves a part of each frozen parameter in every rank's file. Without `frozen_parts` these files are not
+        opened, and such a parameter comes as an empty tensor.
+        """
+        return list(self._untrained(frozen_parts))
+
+    def _untrained(self, frozen_parts: bool) -> Iterator[tuple[str, Tensor]]:
         states = self._model_states(0)
         shapes = states.get("frozen_param_shapes") or {}
         joined = self._joined_statistics()
@@ -157,8 +170,11 @@ class ZeroFolder(CheckpointFolder):
         frozen = {} if self.manifest.stage < 3 else shapes
         for name, value in states["module"].items():
             if name not in known and name not in frozen:
-                yield name, joined.get(name, value)
+                yield name, joined[name].to(value.dtype) if name in joined else value
         for name, shape in frozen.items():
+            if not frozen_parts:
+                yield name, torch.empty(0)
+                continue
             parts = [
                 self._model_states(rank)["frozen_param_fragments"][name].flatten()
                 for rank in range(self.manifest.world)
@@ -190,21 +206,47 @@ class ZeroFolder(CheckpointFolder):
         return self._rank(rank)["statistics"]
 
     def _joined_statistics(self) -> dict[str, Tensor]:
+        if self._table is not None:
+            return dict(self._table["statistics"])
         world = self.manifest.world
         return {
-            name: torch.stack([self.statistics(rank)[name].double() for rank in range(world)]).mean(0).to(value.dtype)
-            for name, value in self.statistics(0).items()
+            name: torch.stack([self.statistics(rank)[name].double() for rank in range(world)]).mean(0)
+            for name in self.statistics(0)
         }
 
     @cached_property
-    def _places(self) -> dict[str, list[tuple[int, int, int, int, int]]]:
-        """Where each parameter is: (rank, shard, offset in the shard, start and stop in the parameter), ascending."""
-        places: dict[str, list] = {name: [] for name in self._names}
+    def _table(self) -> dict[str, Any] | None:
+        return self._content(GEOMETRY) if GEOMETRY in self.manifest.files else None
+
+    @cached_property
+    def _geometry(self) -> Geometry | None:
+        return None if self._table is None else from_table(self._table, self.manifest.world)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The place of each parameter among those of the saving run."""
+        return {name: i for i, name in enumerate(self._names)}
+
+    def _places(self, name: str, start: int, stop: int) -> Sequence[Place]:
+        """Where a range of a parameter is, ascending; there may be more than the range."""
+        if self._geometry is None:
+            return self._places_by_rank[name]
+        return self._geometry.places(self._numbers[name], start, stop)
+
+    def _numbers_held(self, name: str) -> int:
+        if self._geometry is None:
+            return sum(place.stop - place.start for place in self._places_by_rank[name])
+        return self._geometry.numels[self._numbers[name]]
+
+    @cached_property
+    def _places_by_rank(self) -> dict[str, list[Place]]:
+        """Where each parameter is, as the file of every rank says: for checkpoints without a table."""
+        places: dict[str, list[Place]] = {name: [] for name in self._names}
         for rank in range(self.manifest.world):
             for param, start, stop, shard, offset in self._rank(rank)["fragments"].tolist():
-                places[self._names[param]].append((rank, shard, offset, start, stop))
+                places[self._names[param]].append(Place(rank, shard, offset, start, stop))
         for found in places.values():
-            found.sort(key=lambda place: place[3])
+            found.sort(key=lambda place: place.start)
         return places
 
     def _flat(self, rank: int, shard: int, state: str) -> Tensor:
@@ -219,7 +261,7 @@ class ZeroFolder(CheckpointFolder):
             self._shards[rank] = stored_shards(
                 self.manifest.layout,
                 self._names,
-                self._model_states(rank),
+                {} if file else self._model_states(rank),  # of use only where there are no files of shards
                 self._content(file) if file else {},
             )
         return self._shards[rank][shard]

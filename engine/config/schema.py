@@ -363,6 +363,13 @@ class RunSettings(Block):
         resume="free",
         description="metric whose best checkpoint is also kept; auto: the first metric, null: none",
     )
+    timeout_minutes: float = setting(
+        30.0,
+        gt=0,
+        le=100_000,
+        resume="free",
+        description="how long ranks wait for each other before the run fails; rank 0's scoring must fit into it",
+    )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop", resume="free", description="what to do if a file cannot be written, for example on a full disk"
     )

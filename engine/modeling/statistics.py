@@ -21,13 +21,19 @@ def _running(model: nn.Module) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def join_statistics(model: nn.Module) -> None:
     """Replace every running mean and variance by its mean over ranks, so that all ranks evaluate the same model."""
-    buffers = list(_running(model).values())
+    restore_statistics(model, joined_statistics(model))
+
+
+@torch.no_grad()
+def joined_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The running means and variances as means over ranks, in fp64 on the CPU. Empty with one rank."""
+    buffers = _running(model)
     if not buffers or distributed.world_size() == 1:
-        return
-    mean = distributed.sum_over_ranks(torch.cat([buffer.flatten().double().cpu() for buffer in buffers]))
+        return {}
+    mean = distributed.sum_over_ranks(torch.cat([buffer.flatten().double().cpu() for buffer in buffers.values()]))
     mean /= distributed.world_size()
-    for buffer, values in zip(buffers, mean.split([buffer.numel() for buffer in buffers])):
-        buffer.copy_(values.view_as(buffer))
+    parts = mean.split([buffer.numel() for buffer in buffers.values()])
+    return {name: values.view_as(buffer) for (name, buffer), values in zip(buffers.items(), parts)}
 
 
 def local_statistics(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ from engine.train.run import Run
 from engine.train.work_dir import Resume, open_work_dir
 from engine.zero.engine import initialise_engine, read_layout
 from engine.zero.monitors import check_monitors
-from engine.zero.processes import import_deepspeed
+from engine.zero.processes import import_deepspeed, set_timeout
 from engine.zero.settings import check_deepspeed, offload_device
 from engine.zero.whole_parameters import keep_whole
 
@@ -47,6 +47,7 @@ from engine.zero.whole_parameters import keep_whole
 def build_run(config: RunConfig, resume: Resume | None = None) -> Run:
     """Build everything, at step 0 or at a checkpoint's step. A UserError of one rank is raised on all ranks."""
     import_deepspeed()
+    set_timeout(config.run.timeout_minutes)
     with distributed.together():
         plan = solve_batch(config.deepspeed, distributed.world_size())
         check_supported(config, resuming=resume is not None)

@@ -10,6 +10,7 @@ from torch import nn
 from engine import distributed
 from engine.files import EVALUATIONS, PREDICTIONS, WriteError
 from engine.modeling.build import build_model
+from engine.modeling.without_storage import give_storage, parameters_on_meta
 from engine.monitoring.records import RecordFile
 from engine.tasks.base import Prediction
 from engine.tasks.predicting import gather_predictions, predict
@@ -23,13 +24,32 @@ def plain_model(run: Run) -> nn.Module:
     other ranks at every layer, but in evaluation ranks see different numbers of images and objects."""
     if run.stage != 3:
         return run.engine.module
+    source = run.engine.module
+    copy = _empty_copy(run)
+    target = copy.state_dict()
+    for name, value in whole_state(source):
+        target[name].copy_(value)
+    # Buffers that no state dict holds, such as tables of positions: those that the run trains with.
+    own = dict(copy.named_buffers())
+    for name, buffer in source.named_buffers():
+        if name not in target and name in own and own[name].shape == buffer.shape:
+            own[name].copy_(buffer)
+    return copy
+
+
+def _empty_copy(run: Run) -> nn.Module:
+    """The run's model in its own type on the device, without values, and never whole in fp32: all ranks of a host build
+    it at the same time."""
     detector = run.config.detector.model_copy(update={"zero_init": False})
     task = task_of(run.config.model_copy(update={"detector": detector}))
-    copy = build_model(task, run.classes, empty=True).to(run.precision.dtype).to(distributed.device())
-    target = copy.state_dict()
-    for name, value in whole_state(run.engine.module):
-        target[name].copy_(value)
-    return copy
+    try:
+        with parameters_on_meta():
+            model = build_model(task, run.classes, empty=True)
+    except (NotImplementedError, RuntimeError):  # a constructor that reads a parameter: a run must not end for that
+        model = build_model(task, run.classes, empty=True)
+    model.to(run.precision.dtype)
+    give_storage(model, distributed.device())
+    return model
 
 
 def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) -> dict[str, float]:

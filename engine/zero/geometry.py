@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from engine.errors import ConfigError
 
@@ -34,6 +35,16 @@ class Fragment:
     offset: int
 
 
+class Place(NamedTuple):
+    """A range of a parameter as one rank keeps it: in which shard of its, and from which element on."""
+
+    rank: int
+    shard: int
+    offset: int
+    start: int
+    stop: int
+
+
 class Geometry(ABC):
     """The ranges of all ranks, and the fragments of one of them."""
 
@@ -47,6 +58,10 @@ class Geometry(ABC):
     @abstractmethod
     def place(self, i: int, start: int) -> tuple[int, int]:
         """Shard index, and offset in it, of a range that this rank owns."""
+
+    @abstractmethod
+    def places(self, i: int, start: int, stop: int) -> list[Place]:
+        """Where any ranks keep the range [start, stop) of parameter i, ascending. Only its keepers are looked at."""
 
     @abstractmethod
     def shard_sizes(self) -> list[int]:
@@ -88,6 +103,11 @@ class Chunks(Geometry):
     def place(self, i: int, start: int) -> tuple[int, int]:
         return self.homes[i]
 
+    def places(self, i: int, start: int, stop: int) -> list[Place]:
+        size, chunk, (shard, offset) = self.numels[i], self.chunk(i), self.homes[i]
+        keepers = range(start // chunk, (stop - 1) // chunk + 1) if start < stop else range(0)
+        return [Place(r, shard, offset, r * chunk, min(size, (r + 1) * chunk)) for r in keepers]
+
     def shard_sizes(self) -> list[int]:
         sizes = [0] * (1 + max((shard for shard, _ in self.homes), default=-1))
         for i, (shard, _) in enumerate(self.homes):
@@ -106,6 +126,9 @@ class Replicas(Chunks):
 
     def place(self, i: int, start: int) -> tuple[int, int]:
         return i, start
+
+    def places(self, i: int, start: int, stop: int) -> list[Place]:
+        return [Place(0, i, 0, 0, self.numels[i])] if start < stop else []
 
     def shard_sizes(self) -> list[int]:
         return self.numels
@@ -141,6 +164,16 @@ class Partitions(Geometry):
             (r, max(first, r * size) - first, min(last, (r + 1) * size) - first)
             for r in range(first // size, (last - 1) // size + 1)
         ]
+
+    def places(self, i: int, start: int, stop: int) -> list[Place]:
+        group, first = self.groups[i], self.positions[i]
+        size, last = self.sizes[group], first + self.numels[i]
+        keepers = range((first + start) // size, (first + stop - 1) // size + 1) if start < stop else range(0)
+        places = []
+        for r in keepers:
+            low, high = max(first, r * size), min(last, (r + 1) * size)
+            places.append(Place(r, group, low - r * size, low - first, high - first))
+        return places
 
     def place(self, i: int, start: int) -> tuple[int, int]:
         return self.groups[i], self.positions[i] + start - self.rank * self.sizes[self.groups[i]]

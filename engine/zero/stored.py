@@ -68,6 +68,11 @@ def is_elementwise(value: Any, weights: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() >= weights.numel() > 0
 
 
+def stored_states(state: Mapping[str, Any], weights: Tensor) -> list[str]:
+    """The names of a shard's element-wise states."""
+    return sorted(key for key, value in state.items() if is_elementwise(value, weights))
+
+
 @torch.no_grad()
 def fill(
     layout: Layout,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine import distributed
 from engine.errors import ConfigError, nearest
 from engine.zero.scalars import file_shape
 
@@ -59,13 +60,14 @@ def whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def copy_into(target: Any, value: torch.Tensor) -> None:
-    """Copy into a parameter or buffer. If it is partitioned, all ranks must call this together."""
+    """Copy into a parameter or buffer. If it is partitioned, all ranks call this together; rank 0's value counts."""
     if hasattr(target, "ds_id"):
         import deepspeed
 
         was_whole = target.ds_status.name == "AVAILABLE"
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
-            target.copy_(value)
+            if distributed.rank() == 0:
+                target.copy_(value)
         if was_whole:  # `keep_whole` keeps it on every rank
             target.all_gather([target])
     else:

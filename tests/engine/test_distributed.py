@@ -1,7 +1,5 @@
 """Ranks find each other under every launcher and agree on small things."""
 
-import os
-
 import pytest
 import torch
 
@@ -34,25 +32,3 @@ def test_a_failing_rank_is_reported_and_the_pool_recovers(ranks):
     with pytest.raises(AssertionError, match="rank one says no"):
         ranks.run(fail_on_rank_one, 2)
     assert ranks.run(agree, 2)[0][0] == 3
-
-
-SLURM = {
-    "SLURM_NTASKS": "16",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "4242",
-    "SLURM_NODELIST": "gpu[003-010,015]",
-}
-
-
-def test_slurm_variables_become_a_rendezvous(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(SLURM))
-    distributed.adopt_launcher_environment()
-    assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == ["9", "16", "1", "gpu003"]
-    assert os.environ["MASTER_PORT"] == "24242"
-
-
-def test_a_plain_process_is_a_world_of_one(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    distributed.adopt_launcher_environment()
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")

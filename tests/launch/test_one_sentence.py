@@ -19,10 +19,10 @@ import_mmdet()
 from engine.config.load import apply_override  # noqa: E402
 from engine.config.optimizer_names import spelled  # noqa: E402
 from engine.config.origin import Origin  # noqa: E402
-from engine.distributed import adopt_launcher_environment  # noqa: E402
 from engine.errors import ConfigError, UserError, short  # noqa: E402
 from engine.optim.registry import OURS, build_optimizer, find_rule  # noqa: E402
 from engine.recipes.load import load_config, parse_config  # noqa: E402
+from engine.rendezvous import adopt_launcher_environment  # noqa: E402
 from engine.tasks.registry import task_of  # noqa: E402
 from engine.zero.monitors import check_monitors  # noqa: E402
 from engine.zero.processes import import_deepspeed  # noqa: E402

@@ -144,7 +144,13 @@ class Hostile:
 
 
 @pytest.mark.parametrize(
-    "name", ["rank_00000.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    "name",
+    [
+        "geometry.pt",
+        "rank_00000.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
 )
 def test_a_hostile_pickle_is_refused_even_with_a_matching_checksum(copied, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -154,7 +160,7 @@ def test_a_hostile_pickle_is_refused_even_with_a_matching_checksum(copied, name,
     (folder / NAME).write_text(json.dumps(content))
     checkpoint = find_checkpoint(folder)
     with pytest.raises(CheckpointError, match=f"{name}.*refused"):
-        checkpoint.read(next(iter(checkpoint.parameters)), "fp32", 0, 1), checkpoint.meta
+        checkpoint.read(next(iter(checkpoint.parameters)), "fp32", 0, 1), checkpoint.meta, checkpoint.statistics(0)
     assert not (tmp_path / "harmed").exists()
 
 
