@@ -12,9 +12,8 @@ from torch import nn
 
 from engine import distributed
 from engine.config import RunConfig
-from engine.data.annotation_file import read_annotations
-from engine.data.build import build_data, build_split, split_files
-from engine.data.coco import read_classes, test_pipeline
+from engine.data.build import build_data, build_split, read_file_classes
+from engine.data.coco import test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
@@ -44,7 +43,7 @@ class Detection(MmdetTask):
         return build_split(self.config.data, name, classes)
 
     def read_classes(self) -> Classes:
-        return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=False)
+        return read_file_classes(self.config.data, "val")
 
     def build_model(self, classes: Classes) -> nn.Module:
         model = super().build_model(classes)
