@@ -67,7 +67,14 @@ class Classification(Task):
         )
 
     def write_scores(
-        self, folder: Path, predictions: Sequence[Prediction], split: Split, classes: Classes, *, table: bool
+        self,
+        folder: Path,
+        predictions: Sequence[Prediction],
+        split: Split,
+        classes: Classes,
+        *,
+        table: bool,
+        scored: Any = None,
     ) -> dict[str, float]:
         write_json(folder / "results.json", result_entries(predictions, split.dataset.listing, classes))
         metrics = accuracy(predictions)
