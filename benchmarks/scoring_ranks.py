@@ -61,8 +61,6 @@ def rank_main(rank: int, world: int, images: int, backend: str, store: str, answ
         scores = None if parts is None else summary(parts, CLASSES, CLASSES.category_ids, backend)
     spent = time.perf_counter() - began, time.process_time() - processor
     answers.put((*spent, json.dumps(scores) if rank == 0 else None))
-        (time.perf_counter() - began, time.process_time() - processor, json.dumps(scores) if rank == 0 else None)
-    )
 
 
 def run(world: int, images: int, backend: str) -> str:
