@@ -65,6 +65,16 @@ def gather_objects(value: Any) -> list[Any] | None:
     return gathered
 
 
+def scatter_objects(values: list[Any] | None) -> Any:
+    """The value for this rank, of a list that rank 0 has."""
+    if world_size() == 1:
+        assert values is not None
+        return values[0]
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, values, src=0, group=_control_group)
+    return box[0]
+
+
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     if world_size() == 1:

@@ -347,8 +347,10 @@ class RunSettings(Block):
     eval_interval: float | None = setting(
         None, ge=0, resume="free", description="epochs between evaluations; 0: never, null (default): only at the end"
     )
-    eval_backend: Literal["pycocotools", "faster-coco-eval"] = setting(
-        "pycocotools", resume="free", description="library that computes AP"
+    eval_backend: Literal["pycocotools", "faster-coco-eval", "auto"] = setting(
+        "pycocotools",
+        resume="free",
+        description="library that computes AP; `auto`: faster-coco-eval where it is installed",
     )
     eval_batch_size: int = setting(1, ge=1, resume="free", description="batch size of evaluation on each rank")
     checkpoint_interval: float | None = setting(

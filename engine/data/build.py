@@ -8,8 +8,10 @@ from typing import Any
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.annotation_file import read_annotations
+from engine.data.annotation_table import AnnotationTable, Arrays, pack_objects, pack_segments
 from engine.data.cleaning import clean
 from engine.data.coco import build_dataset, check_same_classes, read_classes, settle_file_names
+from engine.data.node_share import shared_by_node
 from engine.data.panoptic_segments import check_segments
 from engine.data.shapes import ShapesSettings, write_shapes
 from engine.data.types import Classes, Split
@@ -23,10 +25,13 @@ def split_files(data: DataConfig) -> dict[str, SplitConfig]:
         return {"train": data.train, "val": data.val}
     try:
         settings = ShapesSettings(**data.shapes.model_dump())
-        # One rank of a node writes; the others find the finished folder or get the same error.
+        # First one rank writes, then one rank of each other node, unless it finds the folder on a disk that they share.
+        with distributed.together():
+            if distributed.rank() == 0:
+                write_shapes(settings, progress=True)
         with distributed.together():
             if distributed.local_rank() == 0:
-                write_shapes(settings, progress=distributed.rank() == 0)
+                write_shapes(settings)
         root = write_shapes(settings)
     except (OSError, ValueError) as error:
         raise DataError(f"the shapes data set cannot be written: {error}") from None
@@ -65,28 +70,52 @@ def read_content(data: DataConfig, files: SplitConfig, *, training: bool) -> dic
     return content
 
 
+def read_table(data: DataConfig, files: SplitConfig, *, training: bool) -> AnnotationTable:
+    """The same as flat arrays. One rank of each node reads the file; all ranks call this."""
+
+    def packed() -> Arrays:
+        content = read_content(data, files, training=training)
+        return (
+            pack_segments(content) if data.task == "panoptic" else pack_objects(content, masks=data.task == "instance")
+        )
+
+    return AnnotationTable(shared_by_node(packed, f"annotation file {files.annotation_path}"))
+
+
+def read_file_classes(data: DataConfig, name: str) -> Classes:
+    """The classes in a split's annotation file."""
+    path = split_files(data)[name].annotation_path
+    return read_classes(read_annotations(path), panoptic=data.task == "panoptic")
+
+
 def build_split(data: DataConfig, name: str, classes: Classes) -> Split:
     """One split for evaluation, for a model that knows `classes`."""
     files = split_files(data)[name]
-    content = read_content(data, files, training=False)
-    check_same_classes(classes, read_classes(content, panoptic=data.task == "panoptic"), files.annotation_path)
-    dataset = build_dataset(data, files, classes, training=False, content=content)
-    return Split(dataset=dataset, content=content, files=files)
+    table = read_table(data, files, training=False)
+    _check_classes(data, classes, table, files)
+    return _split(data, files, classes, table, training=False)
 
 
 def build_data(data: DataConfig) -> tuple[Split, Split, Classes]:
     files = split_files(data)
-    contents = {name: read_content(data, split, training=name == "train") for name, split in files.items()}
-    panoptic = data.task == "panoptic"
-    classes = read_classes(contents["train"], panoptic=panoptic)
-    check_same_classes(classes, read_classes(contents["val"], panoptic=panoptic), files["val"].annotation_path)
-    datasets = {
-        name: build_dataset(data, files[name], classes, training=name == "train", content=contents[name])
-        for name in files
-    }
-    # No second copy of the training annotations is kept: for Objects365 that would be gigabytes on every rank.
-    return (
-        Split(dataset=datasets["train"], content={}, files=files["train"]),
-        Split(dataset=datasets["val"], content=contents["val"], files=files["val"]),
-        classes,
+    tables = {name: read_table(data, split, training=name == "train") for name, split in files.items()}
+    classes = _classes_of(data, tables["train"])
+    _check_classes(data, classes, tables["val"], files["val"])
+    train, val = (
+        _split(data, files[name], classes, tables[name], training=name == "train") for name in ("train", "val")
     )
+    return train, val, classes
+
+
+def _classes_of(data: DataConfig, table: AnnotationTable) -> Classes:
+    return read_classes({"categories": table.categories}, panoptic=data.task == "panoptic")
+
+
+def _check_classes(data: DataConfig, classes: Classes, table: AnnotationTable, files: SplitConfig) -> None:
+    check_same_classes(classes, _classes_of(data, table), files.annotation_path)
+
+
+def _split(data: DataConfig, files: SplitConfig, classes: Classes, table: AnnotationTable, *, training: bool) -> Split:
+    dataset = build_dataset(data, files, classes, training=training, table=table)
+    # Panoptic truth is in maps of pixels, which the data set reads.
+    return Split(dataset=dataset, files=files, truth=None if training or data.task == "panoptic" else table)

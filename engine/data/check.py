@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.annotation_file import read_annotations
+from engine.data.annotation_table import AnnotationTable, pack_segments
 from engine.data.build import split_files
 from engine.data.classification import list_class_folders
 from engine.data.cleaning import clean
@@ -92,7 +93,8 @@ def _check_listed(data: DataConfig, files: SplitConfig, found: SplitCheck) -> No
         raise DataError(f"image folder {files.images} does not exist: check data.root and the split's images")
     found.refusals += _faults(content["images"], lambda image: image_fault(image, files), f"{found.name} images")
     if panoptic and not found.refusals:
-        dataset = build_dataset(data, files, classes, training=False, content=content)
+        table = AnnotationTable(pack_segments(content))
+        dataset = build_dataset(data, files, classes, training=False, table=table)
         found.refusals += _faults(range(len(dataset)), _map_fault(dataset), f"{found.name} maps")
 
 

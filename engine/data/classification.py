@@ -14,9 +14,11 @@ from PIL import Image, ImageOps
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
 from engine.data.annotation_file import read_annotations
+from engine.data.annotation_table import Arrays, pack_json, unpack_json
 from engine.data.cleaning import clean
 from engine.data.coco import check_same_classes, read_classes, settle_file_names
 from engine.data.image_files import check_sample
+from engine.data.node_share import shared_by_node
 from engine.data.types import Classes
 from engine.errors import ConfigError, DataError
 
@@ -157,7 +159,16 @@ def list_class_folders(folder: Path) -> tuple[Listing, Classes]:
 
 
 def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
-    """The objects of a COCO file, each with a square around it. Crowds and very thin objects are left out."""
+    """The objects of a COCO file, each with a square around it. Crowds and very thin objects are left out.
+
+    One rank of each node reads the file.
+    """
+    arrays = shared_by_node(lambda: _pack_crops(files), f"annotation file {files.annotation_path}")
+    listing = Listing(folder=files.images, names=arrays["names"], labels=arrays["labels"], boxes=arrays["boxes"])
+    return listing, read_classes(unpack_json(arrays["categories"]), panoptic=False)
+
+
+def _pack_crops(files: SplitConfig) -> Arrays:
     content, report = clean(read_annotations(files.annotation_path), files.annotation_path, masks=False, training=True)
     for line in report.lines():
         distributed.say(f"data    {line}")
@@ -165,8 +176,7 @@ def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
     classes = read_classes(content, panoptic=False)
     if not Path(files.images).is_dir():
         raise DataError(f"image folder {files.images} does not exist: check data.root and the split's images")
-    if distributed.local_rank() == 0:  # the other ranks of a node would see the same
-        check_sample(content, files)
+    check_sample(content["images"].__getitem__, len(content["images"]), files)
     images = {image["id"]: os.fsencode(image["file_name"]) for image in content["images"]}
     place = {category: label for label, category in enumerate(classes.category_ids)}
     names, labels, boxes = [], [], []
@@ -179,10 +189,9 @@ def list_objects(files: SplitConfig) -> tuple[Listing, Classes]:
             boxes.append((x + width / 2 - half, y + height / 2 - half, x + width / 2 + half, y + height / 2 + half))
     if not names:
         raise DataError(f"no image of {files.annotations} has an object that could be cut out")
-    listing = Listing(
-        folder=files.images,
+    return dict(
         names=np.array(names),
         labels=np.array(labels),
         boxes=np.array(boxes).round().astype(np.int32),
+        categories=pack_json({"categories": content["categories"]}),
     )
-    return listing, classes

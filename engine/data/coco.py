@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 from engine import distributed
 from engine.config.schema import DataConfig, SplitConfig
+from engine.data.annotation_table import AnnotationTable
 from engine.data.augmentation import build_augmentation
 from engine.data.image_files import check_sample
 from engine.data.types import Classes
@@ -63,16 +64,14 @@ def test_pipeline(data: DataConfig, load_truth: Any = None) -> list[Any]:
 
 
 def build_dataset(
-    data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool, content: dict[str, Any]
+    data: DataConfig, split: SplitConfig, classes: Classes, *, training: bool, table: AnnotationTable
 ) -> Any:
     """An mmdet data set over one split."""
     from engine.data.mmdet_coco import GigadetCoco  # here: it imports mmdet, which takes seconds
 
-    _check_split(data, split, content)
-    if training and not data.keep_empty:  # mmdet fails on an empty list (3.5.1)
-        images_with_objects(content, classes, split.annotation_path, panoptic=data.task == "panoptic")
+    _check_split(data, split, table)
     options: dict[str, Any] = dict(
-        content=content,
+        table=table,
         data_prefix=dict(img=split.images),
         test_mode=not training,
         filter_cfg=dict(filter_empty_gt=not data.keep_empty, min_size=0) if training else None,
@@ -85,16 +84,27 @@ def build_dataset(
         dataset = PanopticCoco(
             classes=classes, source=split.annotation_path, folder=split.panoptic, pipeline=pipeline, **options
         )
+        _refuse_empty(dataset, split.annotation_path)
         if distributed.local_rank() == 0:
             dataset.check_sample()
         return dataset
     load = dict(type="LoadAnnotations", with_bbox=True, with_mask=data.task == "instance")
-    return GigadetCoco(
+    dataset = GigadetCoco(
         metainfo=dict(classes=classes.all),
         ann_file=split.annotations,
         pipeline=train_pipeline(data, load) if training else test_pipeline(data),
         **options,
     )
+    _refuse_empty(dataset, split.annotation_path)
+    return dataset
+
+
+def _refuse_empty(images: Sized, path: str) -> None:
+    if not len(images):
+        raise DataError(
+            f"no image of {path} has an annotated object: "
+            "set data.keep_empty to true to train on empty images all the same"
+        )
 
 
 def images_with_objects(content: dict[str, Any], classes: Classes, path: str, *, panoptic: bool) -> set[int]:
@@ -110,20 +120,16 @@ def images_with_objects(content: dict[str, Any], classes: Classes, path: str, *,
             and any(s["category_id"] in things and not s.get("iscrowd") for s in annotation["segments_info"])
         ]
     left = {annotation["image_id"] for annotation in annotations}
-    if not left:
-        raise DataError(
-            f"no image of {path} has an annotated object: "
-            "set data.keep_empty to true to train on empty images all the same"
-        )
+    _refuse_empty(left, path)
     return left
 
 
-def _check_split(data: DataConfig, split: SplitConfig, content: dict[str, Any]) -> None:
+def _check_split(data: DataConfig, split: SplitConfig, table: AnnotationTable) -> None:
     folder = Path(split.images)
     if not folder.is_dir():
         raise DataError(f"image folder {folder} does not exist: check data.root and the split's images")
     if distributed.local_rank() == 0:  # the other ranks of a node would see the same
-        check_sample(content, split)
+        check_sample(table.image, len(table), split)
     if data.task == "panoptic" and (split.panoptic is None or not Path(split.panoptic).is_dir()):
         raise DataError(
             f'data.task is "panoptic": the split needs "panoptic", the folder of PNGs, got {split.panoptic!r}'
@@ -164,5 +170,4 @@ def _is_file(*parts: str | Path) -> bool:
 
 def landscape_flags(dataset: Any) -> Sequence[bool]:
     """Whether each image is at least as wide as tall, for grouping by aspect."""
-    infos = (dataset.get_data_info(index) for index in range(len(dataset)))
-    return [info["width"] >= info["height"] for info in infos]
+    return dataset.landscape()

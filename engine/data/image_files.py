@@ -77,9 +77,9 @@ def sample_of(count: int, most: int = SAMPLE) -> Sequence[int]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
-def check_sample(content: dict[str, Any], files: SplitConfig) -> None:
+def check_sample(image_at: Callable[[int], dict[str, Any]], count: int, files: SplitConfig) -> None:
     """Refuse a split whose images are missing or of other sizes, as far as a sample shows."""
-    images = [content["images"][place] for place in sample_of(len(content["images"]))]
+    images = [image_at(place) for place in sample_of(count)]
     for fault in faults_of(images, lambda image: image_fault(image, files)):
         if fault is not None:
             raise DataError(f"{fault}; python launch/data.py check finds all such images")

@@ -36,38 +36,35 @@ class PanopticCoco(GigadetCoco):
             metainfo=dict(classes=classes.all, thing_classes=classes.things, stuff_classes=classes.stuff), **options
         )
 
-    def load_data_list(self) -> list[dict]:
-        content, self._content = self._content, {}
-        names = {category["id"]: category["name"] for category in content["categories"]}
-        labels = {category: self._classes.all.index(name) for category, name in names.items()}
-        annotations = {annotation["image_id"]: annotation for annotation in content["annotations"]}
-        return [self._entry(image, annotations[image["id"]], labels) for image in content["images"]]
-
-    def _entry(self, image: dict[str, Any], annotation: dict[str, Any], labels: dict[int, int]) -> dict[str, Any]:
+    def _entry(self, row: int) -> dict[str, Any]:
+        table, span = self.table, self.table.span(row)
+        keys = ("segment", "category", "crowd")
         segments = []
-        for segment in annotation["segments_info"]:
-            label, crowd = labels[segment["category_id"]], bool(segment.get("iscrowd"))
+        for number, category, crowd in zip(*(table.arrays[key][span].tolist() for key in keys)):
+            label = self.cat2label[category]
             segments.append(
-                dict(id=segment["id"], label=label, crowd=crowd, object=label < len(self._classes.things) and not crowd)
+                dict(id=number, label=label, crowd=crowd, object=label < len(self._classes.things) and not crowd)
             )
+        image = table.image(row)
         return dict(
             img_path=str(Path(self.data_prefix["img"]) / image["file_name"]),
             img_id=image["id"],
             height=image["height"],
             width=image["width"],
             segments=segments,
-            png=str(Path(self._folder) / annotation["file_name"]),
+            png=str(Path(self._folder) / table.text("png", row)),
             source=self._source,
         )
 
-    def filter_data(self) -> list[dict]:
-        """Drop images without objects, as mmdet does for panoptic detectors, unless the config keeps them."""
-        if self.test_mode or not (self.filter_cfg or {}).get("filter_empty_gt"):
-            return self.data_list
-        return [entry for entry in self.data_list if any(segment["object"] for segment in entry["segments"])]
+    def _with_objects(self) -> np.ndarray:
+        """Images without things do not count, as in mmdet's training of panoptic detectors."""
+        things = len(self._classes.things)
+        is_thing = np.array([self.cat2label[number] < things for number in self.cat_ids])
+        arrays = self.table.arrays
+        return np.array(self.table.rows_of(np.flatnonzero(is_thing[arrays["category"]] & ~arrays["crowd"])), np.int64)
 
-    def get_data_info(self, index: int) -> dict[str, Any]:
-        return {**super().get_data_info(index), "shown": index < self.shown}
+    def get_data_info(self, idx: int) -> dict[str, Any]:
+        return {**super().get_data_info(idx), "shown": idx < self.shown}
 
     def read_map(self, index: int) -> PanopticMap:
         """The map of an image at its own size; DataError if there is none or it does not fit."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.config.schema import SplitConfig
+from engine.data.annotation_table import AnnotationTable
 
 
 class Classes(NamedTuple):
@@ -36,5 +37,10 @@ class Classes(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Split:
     dataset: Any
-    content: dict[str, Any]  # the annotation file, for scoring; empty if the data set has the labels
     files: SplitConfig
+    truth: AnnotationTable | None = None  # the annotated objects, for scoring; None if the data set has the labels
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The annotation file as dictionaries, made anew each time: they are large, and few ranks need them."""
+        return {} if self.truth is None else self.truth.content()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,13 @@ def evaluate(loaded: Loaded, split_name: str, out: Path, *, tta: Sequence[str] |
     metrics: dict[str, float] = {}
     with distributed.together():
         predictions = gather_predictions(mine, len(split.dataset))
+    began = time.monotonic()
+    scored = task.score_with_ranks(predictions, split, loaded.classes)
+    with distributed.together():
         if predictions is not None:
             make_folder(out)
-            metrics = task.write_scores(out, predictions, split, loaded.classes, table=True)
+            metrics = task.write_scores(out, predictions, split, loaded.classes, table=True, scored=scored)
+            print(f"scored in {time.monotonic() - began:.1f} s", flush=True)
             if loaded.config.run.draw:
                 task.draw_predictions(out / PREDICTIONS, predictions, split, loaded.classes)
             print(f"written to {out}: eval.json, results, predictions.png", flush=True)

@@ -69,11 +69,24 @@ class Task(ABC):
         """Convert the model's output for one image to a small dictionary. Ranks gather these, so keep scores instead of
         full maps where possible."""
 
+    def score_with_ranks(self, predictions: Sequence[Prediction] | None, split: Split, classes: Classes) -> Any:
+        """What all ranks compute together for `write_scores`. All ranks call this; rank 0 has the predictions. The
+        default computes nothing."""
+        return None
+
     @abstractmethod
     def write_scores(
-        self, folder: Path, predictions: Sequence[Prediction], split: Split, classes: Classes, *, table: bool
+        self,
+        folder: Path,
+        predictions: Sequence[Prediction],
+        split: Split,
+        classes: Classes,
+        *,
+        table: bool,
+        scored: Any = None,
     ) -> dict[str, float]:
-        """Write `eval.json` and the results to a folder, print a table if asked, and return the metrics."""
+        """Write `eval.json` and the results to a folder, print a table if asked, and return the metrics. `scored` is
+        what `score_with_ranks` returned."""
 
     @abstractmethod
     def draw_predictions(self, path: Path, predictions: Sequence[Prediction], split: Split, classes: Classes) -> None:

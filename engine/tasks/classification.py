@@ -31,7 +31,7 @@ class Classification(Task):
         timm_name(self.config.detector.config)  # reports a typo before millions of files are listed
         files = split_files(self.config.data)
         listing, classes = list_split(files["train"], None)
-        train = Split(dataset=self._images(listing, training=True), content={}, files=files["train"])
+        train = Split(dataset=self._images(listing, training=True), files=files["train"])
         return train, self._evaluated(files["val"], classes), classes
 
     def build_split(self, name: str, classes: Classes) -> Split:
@@ -39,7 +39,7 @@ class Classification(Task):
 
     def _evaluated(self, files: SplitConfig, classes: Classes) -> Split:
         listing, _ = list_split(files, classes)
-        return Split(dataset=self._images(listing, training=False), content={}, files=files)
+        return Split(dataset=self._images(listing, training=False), files=files)
 
     def _images(self, listing: Listing, *, training: bool) -> LabelledImages:
         name = timm_name(self.config.detector.config)
@@ -67,7 +67,14 @@ class Classification(Task):
         )
 
     def write_scores(
-        self, folder: Path, predictions: Sequence[Prediction], split: Split, classes: Classes, *, table: bool
+        self,
+        folder: Path,
+        predictions: Sequence[Prediction],
+        split: Split,
+        classes: Classes,
+        *,
+        table: bool,
+        scored: Any = None,
     ) -> dict[str, float]:
         write_json(folder / "results.json", result_entries(predictions, split.dataset.listing, classes))
         metrics = accuracy(predictions)

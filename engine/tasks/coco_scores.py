@@ -6,8 +6,9 @@ import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -40,35 +41,77 @@ def coco_results(predictions: Sequence[dict[str, Any]], category_ids: Sequence[i
     return results
 
 
+class Part(NamedTuple):
+    """Precision and recall of some categories."""
+
+    category_ids: list[int]
+    precision: np.ndarray  # IoU x recall x category x area x detections
+    recall: np.ndarray  # IoU x category x area x detections
+
+
+def evaluate_categories(
+    content: dict[str, Any], results: list[dict], kind: str, backend: str, category_ids: Sequence[int]
+) -> Part:
+    """The score of these categories. The content and the results need no others."""
+    coco_class, eval_class = coco_backend(backend)
+    with contextlib.redirect_stdout(io.StringIO()):  # both backends print as they go
+        coco = coco_class()
+        coco.dataset = ground_truth(content, masks=kind == "segm")
+        coco.createIndex()
+        if results:
+            found = coco.loadRes(results)
+        else:  # loadRes takes no empty list
+            found = coco_class()
+            found.dataset = {**coco.dataset, "annotations": []}
+            found.createIndex()
+        evaluation = eval_class(coco, found, kind)
+        evaluation.params.catIds = sorted(category_ids)
+        evaluation.evaluate()
+        evaluation.accumulate()
+    return Part(sorted(category_ids), evaluation.eval["precision"], evaluation.eval["recall"])
+
+
 def score(
     content: dict[str, Any], results: dict[str, list[dict]], classes: Classes, category_ids: Sequence[int], backend: str
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Flat metrics under mmdet's names, and AP per class for the table. `results` are by kind: bbox, segm."""
-    coco_class, eval_class = coco_backend(backend)
+    every = [category["id"] for category in content["categories"]]
+    parts = {
+        kind: [evaluate_categories(content, found, kind, backend, every)] if found else []
+        for kind, found in results.items()
+    }
+    return summary(parts, classes, category_ids, backend)
+
+
+def summary(
+    parts: dict[str, list[Part]], classes: Classes, category_ids: Sequence[int], backend: str
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The same from parts of the categories; without parts there were no predictions, and AP is 0."""
+    _, eval_class = coco_backend(backend)
     metrics: dict[str, float] = {}
     per_class: dict[str, dict[str, float]] = {}
-    with contextlib.redirect_stdout(io.StringIO()):  # both backends print as they go
-        coco = coco_class()
-        coco.dataset = ground_truth(content, masks="segm" in results)
-        coco.createIndex()
-        for kind, found in results.items():
-            if not found:
-                # COCOeval cannot load an empty list. Without predictions AP is 0.
-                metrics.update({f"{kind}_{suffix}": 0.0 for suffix in _SUFFIXES})
-                per_class[kind] = {}
-                continue
-            evaluation = eval_class(coco, coco.loadRes(found), kind)
-            evaluation.evaluate()
-            evaluation.accumulate()
-            evaluation.summarize()
-            metrics.update({f"{kind}_{suffix}": float(value) for suffix, value in zip(_SUFFIXES, evaluation.stats)})
-            precision = evaluation.eval["precision"]  # IoU x recall x class x area x detections
-            order = {category: k for k, category in enumerate(evaluation.params.catIds)}
+    for kind, some in parts.items():
+        if not some:
+            metrics.update({f"{kind}_{suffix}": 0.0 for suffix in _SUFFIXES})
             per_class[kind] = {}
-            for name, category in zip(classes.things, category_ids):
-                values = precision[:, :, order[category], 0, -1]
-                values = values[values > -1]
-                per_class[kind][name] = float(values.mean()) if values.size else float("nan")
+            continue
+        ids = [category for part in some for category in part.category_ids]
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        precision = np.concatenate([part.precision for part in some], axis=2)[:, :, order]
+        with contextlib.redirect_stdout(io.StringIO()):
+            evaluation = eval_class(iouType=kind)
+            evaluation.params.catIds = sorted(ids)
+            evaluation.matched = False  # faster-coco-eval: no single matches are known here
+            recall = np.concatenate([part.recall for part in some], axis=1)[:, order]
+            evaluation.eval = {"params": evaluation.params, "precision": precision, "recall": recall}
+            evaluation.summarize()
+        metrics.update({f"{kind}_{suffix}": float(value) for suffix, value in zip(_SUFFIXES, evaluation.stats)})
+        place = {category: k for k, category in enumerate(sorted(ids))}
+        per_class[kind] = {}
+        for name, category in zip(classes.things, category_ids):
+            values = precision[:, :, place[category], 0, -1]
+            values = values[values > -1]
+            per_class[kind][name] = float(values.mean()) if values.size else float("nan")
     return metrics, per_class
 
 
@@ -94,12 +137,14 @@ def ground_truth(content: dict[str, Any], *, masks: bool) -> dict[str, Any]:
 
 
 def coco_backend(name: str) -> tuple[Any, Any]:
-    """The COCO and COCOeval classes of the chosen backend (pycocotools or faster-coco-eval)."""
+    """The COCO and COCOeval classes of the chosen backend; `auto` is faster-coco-eval where it is installed."""
     if name == "pycocotools":
         return COCO, COCOeval
     try:
         import faster_coco_eval  # here: it may not be installed
     except ImportError:
+        if name == "auto":
+            return COCO, COCOeval
         raise UserError(
             "run.eval_backend is faster-coco-eval, which is not installed: "
             "pip install faster-coco-eval, or use pycocotools"
@@ -123,8 +168,11 @@ def write_scores(
     backend: str,
     table: bool,
     one_class: bool = False,
+    parts: dict[str, list[Part]] | None = None,
 ) -> dict[str, float]:
     """Write `eval.json` and `results.*.json` to a folder, and print a table if asked.
+
+    `parts` is the score as far as the ranks have computed it (`engine.tasks.coco_ranks`); without it all is done here.
 
     `one_class`: the detector finds objects without their classes, so all objects count as those of the first class.
     """
@@ -137,7 +185,10 @@ def write_scores(
         results["segm"] = coco_results(predictions, ids, masks=True)
     for kind, entries in results.items():  # before scoring, because COCOeval adds keys to them
         write_json(folder / f"results.{kind}.json", entries)
-    metrics, per_class = score(content, results, classes, ids, backend)
+    if parts is not None:
+        metrics, per_class = summary(parts, classes, ids, backend)
+    else:
+        metrics, per_class = score(content, results, classes, ids, backend)
     write_json(folder / EVAL, metrics, indent=2)
     if table:
         print(result_table(metrics, per_class), flush=True)

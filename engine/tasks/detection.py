@@ -12,14 +12,14 @@ from torch import nn
 
 from engine import distributed
 from engine.config import RunConfig
-from engine.data.annotation_file import read_annotations
-from engine.data.build import build_data, build_split, split_files
-from engine.data.coco import read_classes, test_pipeline
+from engine.data.build import build_data, build_split, read_file_classes
+from engine.data.coco import test_pipeline
 from engine.data.plain import PlainImages
 from engine.data.types import Classes, Split
 from engine.files import make_folder, write_json
 from engine.modeling.detector import one_class
 from engine.tasks.base import Predict, Prediction, UsualData
+from engine.tasks.coco_ranks import score_categories
 from engine.tasks.coco_scores import category_ids_for, coco_results, write_scores
 from engine.tasks.mmdet_task import MmdetTask
 from engine.tasks.pictures import draw_objects, drawn_paths, read_image, save_image, side_by_side
@@ -44,7 +44,7 @@ class Detection(MmdetTask):
         return build_split(self.config.data, name, classes)
 
     def read_classes(self) -> Classes:
-        return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=False)
+        return read_file_classes(self.config.data, "val")
 
     def build_model(self, classes: Classes) -> nn.Module:
         model = super().build_model(classes)
@@ -54,18 +54,37 @@ class Detection(MmdetTask):
     def as_numbers(self, output: Any, classes: Classes) -> Prediction:
         return objects_as_numbers(output, with_masks=self.with_masks)
 
+    def score_with_ranks(self, predictions: Sequence[Prediction] | None, split: Split, classes: Classes) -> Any:
+        if distributed.world_size() == 1 or self.one_class:  # one category cannot be divided
+            return None
+        assert split.truth is not None
+        return score_categories(
+            predictions, split.truth, classes, masks=self.with_masks, backend=self.config.run.eval_backend
+        )
+
     def write_scores(
-        self, folder: Path, predictions: Sequence[Prediction], split: Split, classes: Classes, *, table: bool
+        self,
+        folder: Path,
+        predictions: Sequence[Prediction],
+        split: Split,
+        classes: Classes,
+        *,
+        table: bool,
+        scored: Any = None,
     ) -> dict[str, float]:
+        assert split.truth is not None
+        # The truth of a large split takes seconds to unpack, and is of no use if the ranks have scored it.
+        content = split.content if scored is None else {"categories": split.truth.categories}
         return write_scores(
             folder,
             predictions,
-            split.content,
+            content,
             classes,
             masks=self.with_masks,
             one_class=self.one_class,
             backend=self.config.run.eval_backend,
             table=table,
+            parts=scored,
         )
 
     def draw_predictions(self, path: Path, predictions: Sequence[Prediction], split: Split, classes: Classes) -> None:

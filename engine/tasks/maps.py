@@ -72,7 +72,14 @@ class MapTask(MmdetTask):
         return prediction
 
     def write_scores(
-        self, folder: Path, predictions: Sequence[Prediction], split: Split, classes: Classes, *, table: bool
+        self,
+        folder: Path,
+        predictions: Sequence[Prediction],
+        split: Split,
+        classes: Classes,
+        *,
+        table: bool,
+        scored: Any = None,
     ) -> dict[str, float]:
         metrics, by_class = self.score([prediction["rows"] for prediction in predictions], classes)
         write_json(folder / "results.classes.json", by_class, indent=2)

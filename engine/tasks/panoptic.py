@@ -8,9 +8,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from engine.data.annotation_file import read_annotations
-from engine.data.build import build_data, build_split, split_files
-from engine.data.coco import read_classes
+from engine.data.build import build_data, build_split, read_file_classes
 from engine.data.panoptic_map import PanopticMap, encode_png, from_codes
 from engine.data.types import Classes, Split
 from engine.tasks import panoptic_quality
@@ -33,7 +31,7 @@ class Panoptic(MapTask):
         return split
 
     def read_classes(self) -> Classes:
-        return read_classes(read_annotations(split_files(self.config.data)["val"].annotation_path), panoptic=True)
+        return read_file_classes(self.config.data, "val")
 
     def read_output(self, output: Any, classes: Classes) -> PanopticMap:
         from mmdet.structures import INSTANCE_OFFSET  # here: import_mmdet() must come first

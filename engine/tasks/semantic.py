@@ -26,7 +26,7 @@ class Semantic(MapTask):
         classes = read_class_table(Path(files["train"].annotation_path))
         dataset = ClassMapImages(self.config.data, files["train"], classes, training=True)
         dataset.check_sample()
-        return Split(dataset=dataset, content={}, files=files["train"]), self.build_split("val", classes), classes
+        return Split(dataset=dataset, files=files["train"]), self.build_split("val", classes), classes
 
     def build_split(self, name: str, classes: Classes) -> Split:
         files = split_files(self.config.data)[name]
@@ -37,7 +37,7 @@ class Semantic(MapTask):
         dataset = ClassMapImages(self.config.data, files, classes, training=False)
         dataset.check_sample()
         dataset.shown = self.config.run.draw
-        return Split(dataset=dataset, content={}, files=files)
+        return Split(dataset=dataset, files=files)
 
     def read_classes(self) -> Classes:
         return read_class_table(Path(split_files(self.config.data)["val"].annotation_path))

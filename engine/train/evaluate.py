@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -55,6 +57,7 @@ def _empty_copy(run: Run) -> nn.Module:
 def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) -> dict[str, float]:
     """Score the validation split, record it, and after the last step write results and pictures."""
     config = run.config
+    began = time.monotonic()
     with distributed.together():
         mine = predict(
             model,
@@ -65,12 +68,17 @@ def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) ->
             workers=config.data.workers,
             as_numbers=partial(run.task.as_numbers, classes=run.classes),
         )
+    predicted = time.monotonic()
     metrics: dict[str, float] = {}
     with distributed.together():
         predictions = gather_predictions(mine, len(run.val.dataset))
+    scored = run.task.score_with_ranks(predictions, run.val, run.classes)
+    with distributed.together():
         if predictions is not None:
             try:
-                metrics = _write_evaluation(run, predictions, step, last=last)
+                metrics = _write_evaluation(run, predictions, scored, step, last=last)
+                seconds = {"predict_seconds": predicted - began, "score_seconds": time.monotonic() - predicted}
+                _report_seconds(run, seconds, step)
             except WriteError as error:
                 if config.run.on_save_error == "stop":
                     raise
@@ -79,8 +87,18 @@ def evaluate_and_report(run: Run, model: nn.Module, step: int, *, last: bool) ->
     return distributed.broadcast_object(metrics)
 
 
-def _write_evaluation(run: Run, predictions: Sequence[Prediction], step: int, *, last: bool) -> dict[str, float]:
-    metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last)
+def _report_seconds(run: Run, seconds: dict[str, float], step: int) -> None:
+    """Printed and sent to the monitors, not recorded: a resumed run has the records of one that was not stopped."""
+    said = ", ".join(f"{name.removesuffix('_seconds')} {value:.1f} s" for name, value in seconds.items())
+    print(f"score   step {step}: {said}", flush=True)
+    if run.engine.monitor.enabled:
+        run.engine.monitor.write_events([(f"val/{name}", value, step) for name, value in seconds.items()])
+
+
+def _write_evaluation(
+    run: Run, predictions: Sequence[Prediction], scored: Any, step: int, *, last: bool
+) -> dict[str, float]:
+    metrics = run.task.write_scores(run.work_dir, predictions, run.val, run.classes, table=last, scored=scored)
     records = RecordFile(run.work_dir / EVALUATIONS)
     records.write({"step": step, **metrics})
     records.close()
