@@ -1,0 +1,157 @@
+"""Run checks one after another on all ranks, show a line for each, and keep everything for the file."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine import distributed
+from engine.doctor.finding import FAIL, PASS, SKIP, Finding, Outcome, Skipped
+from engine.doctor.watchdog import Board, Watchdog
+from engine.errors import UserError, first_line
+from engine.files import WriteError, write_json
+
+FAILED = 2  # the exit code
+_WAIT_FOR_MESSAGE = 5.0  # launchers end all ranks of a node when one exits: rank 0 first writes the file
+
+
+class Examination:
+    """Facts and outcomes, on rank 0 also on screen and in the file `out`. `leave` ends the process at once."""
+
+    def __init__(self, out: Path, *, limit: float, leave: Callable[[int], Any]) -> None:
+        self.out = out
+        self.outcomes: list[Outcome] = []
+        self._facts: dict[str, Any] = {}
+        self._screen: list[str] = []
+        self._leave = leave
+        self._began = time.monotonic()
+        self.watchdog = Watchdog(self._stuck, limit=limit)
+
+    def meet(self, form_groups: Callable[[], None]) -> None:
+        """Form the process groups, watched: on a new cluster this is the first thing to hang."""
+        with self.watchdog.watching("meeting"):
+            form_groups()
+            self.watchdog.board = Board()
+
+    def say(self, line: str) -> None:
+        self._screen.append(line)
+        distributed.say(line)
+
+    def fact(self, name: str, text: str) -> None:
+        self.say(f"      {name:<20} {text}")
+
+    def note(self, text: str) -> None:
+        """Something that works but that the user should know."""
+        self.say(f"note  {text}")
+
+    def keep(self, name: str, value: Any) -> None:
+        """For the file only."""
+        self._facts[name] = value
+
+    def check(self, name: str, body: Callable[[], Finding]) -> Outcome:
+        """Run `body` on all ranks. It passes if it passes on each of them; an error fails it and no other check."""
+        began = time.monotonic()
+        with self.watchdog.watching(name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                status, finding = PASS, body()
+                if not finding.passed:
+                    status = FAIL
+            except Skipped as reason:
+                status, finding = SKIP, Finding(str(reason))
+            except Exception as error:
+                text = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {_line(error)}"
+                status, finding = FAIL, Finding(text, False, {"traceback": traceback.format_exc()})
+                if self.watchdog.board is not None:
+                    self.watchdog.board.post(name, text)
+            found = distributed.all_gather_objects((status, finding))
+        outcome = _together(name, found, time.monotonic() - began)
+        self.outcomes.append(outcome)
+        self._show(outcome)
+        return outcome
+
+    def close(self) -> int:
+        """Write the file, print the closing sentence, and return the exit code."""
+        failed = [outcome.name for outcome in self.outcomes if outcome.status == FAIL]
+        seconds = time.monotonic() - self._began
+        count = f"{len(self.outcomes)} checks in {seconds:.0f} s on {_ranks()}"
+        written = f"details: {self.out}"
+        sentence = f"{'not all well' if failed else 'all well'}: {count}"
+        if failed:
+            sentence += f", failed: {', '.join(failed)}"
+        code = FAILED if failed else 0
+        if distributed.rank() == 0:
+            self._screen.append(f"{sentence}; {written}")
+            try:
+                write_json(self.out, self._report(seconds), indent=1)
+            except WriteError as error:
+                written, code = f"the file is missing: {error}", FAILED
+            print(f"{sentence}; {written}", flush=True)
+        return distributed.broadcast_object(code)
+
+    def _show(self, outcome: Outcome) -> None:
+        self.say(outcome.line())
+        for row in outcome.table:
+            self.say(f"      {row}")
+
+    def _report(self, seconds: float) -> dict[str, Any]:
+        return {
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": round(seconds, 1),
+            "screen": self._screen,
+            "checks": [
+                {
+                    "name": o.name,
+                    "status": o.status,
+                    "text": o.text,
+                    "seconds": round(o.seconds, 3),
+                    "details": dict(o.details),
+                }
+                for o in self.outcomes
+            ],
+            "facts": self._facts,
+        }
+
+    def _stuck(self, name: str, reason: str) -> None:
+        """In the watchdog's thread, on every rank: no collective works any more."""
+        if distributed.rank() == 0:
+            outcome = Outcome(name, FAIL, reason, time.monotonic() - self._began)
+            self.outcomes.append(outcome)
+            self._show(outcome)
+            sentence = f"not all well: {name} hangs, and what comes after it was not tried; details: {self.out}"
+            self._screen.append(sentence)
+            try:
+                write_json(self.out, self._report(time.monotonic() - self._began), indent=1)
+            except WriteError as error:
+                sentence += f" is missing: {error}"
+            print(sentence, flush=True)
+        else:
+            time.sleep(_WAIT_FOR_MESSAGE)
+        self._leave(FAILED)
+
+
+def _line(error: BaseException) -> str:
+    return first_line(error)
+
+
+def _ranks() -> str:
+    world = distributed.world_size()
+    return f"{world} rank{'s' * (world > 1)}"
+
+
+def _together(name: str, found: list[tuple[str, Finding]], seconds: float) -> Outcome:
+    """The worst of all ranks' findings; who failed is named."""
+    for wanted in (FAIL, PASS, SKIP):
+        which = [rank for rank, (status, _) in enumerate(found) if status == wanted]
+        if which:
+            break
+    finding = found[which[0]][1]
+    text = finding.text
+    if wanted == FAIL and len(found) > 1 and len(which) < len(found):
+        more = "" if len(which) == 1 else f" and {len(which) - 1} more"
+        text = f"rank {which[0]}{more}: {text}"
+    return Outcome(name, wanted, text, seconds, finding.details, found[0][1].table)
