@@ -41,7 +41,7 @@ def doctor_arguments() -> argparse.ArgumentParser:
         "--work-dir",
         default="work_dirs",
         metavar="DIR",
-        help="folder that runs will write to, shared by all nodes (default work_dirs); nothing but the file stays there",
+        help="folder that runs will write to, shared by all nodes (default work_dirs); only the file stays there",
     )
     arguments.add_argument("--out", metavar="FILE", help="the file to write (default: doctor.json in the work dir)")
     arguments.add_argument("--quick", action="store_true", help="facts and checks only, without the proofs")
@@ -78,10 +78,7 @@ def _examine(options: argparse.Namespace) -> None:
             if out.is_dir():
                 raise UserError(f"--out is the file to write, got the folder {out}")
     import_deepspeed().logger.setLevel("ERROR")  # its notices would stand between the lines
-    code = examine(examination, work_dir, quick=options.quick)
-    if code:
-        distributed.barrier()
-        leave(code)
+    examine(examination, work_dir, quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 import traceback
 import warnings
@@ -13,9 +16,10 @@ from engine import distributed
 from engine.doctor.finding import FAIL, PASS, SKIP, Finding, Outcome, Skipped
 from engine.doctor.watchdog import Board, Watchdog
 from engine.errors import UserError, first_line
-from engine.files import WriteError, write_json
+from engine.files import make_folder, write_json
 
 FAILED = 2  # the exit code
+MEETING = "meeting"
 _WAIT_FOR_MESSAGE = 5.0  # launchers end all ranks of a node when one exits: rank 0 first writes the file
 
 
@@ -33,16 +37,21 @@ class Examination:
 
     def meet(self, form_groups: Callable[[], None]) -> None:
         """Form the process groups, watched: on a new cluster this is the first thing to hang."""
-        with self.watchdog.watching("meeting"):
-            form_groups()
-            self.watchdog.board = Board()
+        try:
+            with self.watchdog.watching(MEETING):
+                form_groups()
+                self.watchdog.board = Board()
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{_waiting()} and cannot meet the others: {first_line(error)}") from error
+        if self.watchdog.board.problem is not None:
+            self.note(f"if ranks hang, nobody can be named: {self.watchdog.board.problem}")
 
     def say(self, line: str) -> None:
         self._screen.append(line)
         distributed.say(line)
 
     def fact(self, name: str, text: str) -> None:
-        self.say(f"      {name:<20} {text}")
+        self.say(f"      {name:<22} {text}")
 
     def note(self, text: str) -> None:
         """Something that works but that the user should know."""
@@ -64,7 +73,8 @@ class Examination:
             except Skipped as reason:
                 status, finding = SKIP, Finding(str(reason))
             except Exception as error:
-                text = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {_line(error)}"
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                text = kind + first_line(error)
                 status, finding = FAIL, Finding(text, False, {"traceback": traceback.format_exc()})
                 if self.watchdog.board is not None:
                     self.watchdog.board.post(name, text)
@@ -74,24 +84,20 @@ class Examination:
         self._show(outcome)
         return outcome
 
-    def close(self) -> int:
-        """Write the file, print the closing sentence, and return the exit code."""
+    def close(self) -> None:
+        """Write the file and print the closing sentence. If something failed it is a UserError, on all ranks."""
         failed = [outcome.name for outcome in self.outcomes if outcome.status == FAIL]
         seconds = time.monotonic() - self._began
         count = f"{len(self.outcomes)} checks in {seconds:.0f} s on {_ranks()}"
-        written = f"details: {self.out}"
-        sentence = f"{'not all well' if failed else 'all well'}: {count}"
-        if failed:
-            sentence += f", failed: {', '.join(failed)}"
-        code = FAILED if failed else 0
-        if distributed.rank() == 0:
-            self._screen.append(f"{sentence}; {written}")
-            try:
+        sentence = f"{count}, failed: {', '.join(failed)}" if failed else f"all well: {count}"
+        sentence += f"; details: {self.out}"
+        with distributed.together():
+            if distributed.rank() == 0:
+                self._screen.append(sentence)
                 write_json(self.out, self._report(seconds), indent=1)
-            except WriteError as error:
-                written, code = f"the file is missing: {error}", FAILED
-            print(f"{sentence}; {written}", flush=True)
-        return distributed.broadcast_object(code)
+        if failed:
+            raise UserError(sentence)
+        distributed.say(sentence)
 
     def _show(self, outcome: Outcome) -> None:
         self.say(outcome.line())
@@ -118,24 +124,33 @@ class Examination:
 
     def _stuck(self, name: str, reason: str) -> None:
         """In the watchdog's thread, on every rank: no collective works any more."""
+        if name == MEETING:
+            reason += f": {_waiting()}; are all ranks started, and may they reach that port?"
+            if distributed.rank() and distributed.local_rank() == 0:  # rank 0 may not even exist
+                print(f"error: {name} {reason}", file=sys.stderr, flush=True)
         if distributed.rank() == 0:
             outcome = Outcome(name, FAIL, reason, time.monotonic() - self._began)
             self.outcomes.append(outcome)
             self._show(outcome)
-            sentence = f"not all well: {name} hangs, and what comes after it was not tried; details: {self.out}"
+            sentence = f"{name} hangs, and what comes after it was not tried; details: {self.out}"
             self._screen.append(sentence)
             try:
+                make_folder(self.out.parent)
                 write_json(self.out, self._report(time.monotonic() - self._began), indent=1)
-            except WriteError as error:
-                sentence += f" is missing: {error}"
-            print(sentence, flush=True)
+            except UserError as problem:
+                sentence += f" (missing: {problem})"
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
         else:
             time.sleep(_WAIT_FOR_MESSAGE)
         self._leave(FAILED)
 
 
-def _line(error: BaseException) -> str:
-    return first_line(error)
+def _waiting() -> str:
+    host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return (
+        f"rank {distributed.rank()} of {distributed.world_size()} on {socket.gethostname()} looks for the others at "
+        f"{host}:{port}"
+    )
 
 
 def _ranks() -> str:

@@ -12,8 +12,8 @@ from engine.doctor import disk, facts, network, place, proofs
 from engine.doctor.examination import Examination
 
 
-def examine(examination: Examination, work_dir: Path, *, quick: bool) -> int:
-    """All checks, on ranks that have met; the exit code. Each check ends in a line, whatever becomes of it."""
+def examine(examination: Examination, work_dir: Path, *, quick: bool) -> None:
+    """All checks, on ranks that have met. Each ends in a line, whatever becomes of it; UserError if one failed."""
     ranks = distributed.all_gather_objects(facts.rank_facts())
     examination.keep("ranks", ranks)
     place.show_facts(examination, ranks)
@@ -28,7 +28,7 @@ def examine(examination: Examination, work_dir: Path, *, quick: bool) -> int:
         examination.check("all-reduce", network.all_reduce)
         if not quick:
             _prove(examination, folder)
-        return examination.close()
+        examination.close()
     finally:
         if distributed.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -41,6 +41,7 @@ def _scratch(work_dir: Path) -> str:
 def _prove(examination: Examination, folder: Path) -> None:
     from engine.doctor import htcx, kernels  # here: importing mmdet takes seconds, which --quick need not wait for
 
+    examination.check("imports", kernels.imports)
     for name, kernel in kernels.KERNELS.items():
         examination.check(name, kernel)
     stages = proofs.StageProofs()

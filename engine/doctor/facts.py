@@ -1,4 +1,4 @@
-"""What a rank is running on. Nothing here talks to other ranks; of the environment only the variables below are read."""
+"""What a rank is running on. Nothing here talks to other ranks. Of the environment only a list of variables is read."""
 
 from __future__ import annotations
 

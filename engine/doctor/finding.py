@@ -35,7 +35,7 @@ class Outcome:
     table: tuple[str, ...] = ()
 
     def line(self) -> str:
-        return f"{self.status}  {self.name:<20} {self.text}  ({self.seconds:.1f} s)"
+        return f"{self.status}  {self.name:<22} {self.text}  ({self.seconds:.1f} s)"
 
 
 def compared(measured: Mapping[str, float], tolerance: float, **details: Any) -> Finding:
@@ -51,10 +51,7 @@ def compared(measured: Mapping[str, float], tolerance: float, **details: Any) ->
 
 def memory(size: float) -> str:
     """Bytes as a person says them."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            break
-        size /= 1000
-    else:
-        unit = "TB"
-    return f"{size:.3g} {unit}"
+    unit = 0
+    while size >= 1000 and unit < 4:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[unit]}"

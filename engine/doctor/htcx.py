@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import sys
 from pathlib import Path
+from typing import TextIO
 
 from engine import distributed
 from engine.doctor.finding import Finding
@@ -16,6 +18,17 @@ from engine.train.after_step import Preempted
 from engine.train.loop import train
 
 ACCUMULATION = 2  # AGVM compares two halves of the batch, also on one rank
+
+
+class _ErrorsOnly(io.StringIO):
+    """Without the live line and bars of progress, but with the sentence about a rank that is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text) if text.startswith("error:") else len(text)
 
 
 def one_step(work_dir: Path) -> Finding:
@@ -40,7 +53,7 @@ def one_step(work_dir: Path) -> Finding:
         ],
     )
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(_ErrorsOnly(sys.stderr)):
             train(config)
     except Preempted:  # the loop turns Ctrl-C into this
         raise KeyboardInterrupt from None

@@ -16,6 +16,12 @@ from models.mmdet_setup import import_mmdet
 TOLERANCE = 1e-4  # fp32 against fp64, relative to the largest value; sums on GPUs are in any order
 
 
+def imports() -> Finding:
+    """A check of its own, for it takes seconds and may fail by itself."""
+    _ops()
+    return Finding("mmdet, mmcv.ops and our own parts are there")
+
+
 def nms() -> Finding:
     generator = torch.Generator().manual_seed(0)
     corner = torch.rand(200, 2, generator=generator) * 30
@@ -164,9 +170,7 @@ def _at(image: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def _compare(
-    kernel: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: Sequence[Tensor]
-) -> Finding:
+def _compare(kernel: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Finding:
     """Values, and gradients by each input, of the same random direction."""
     here = [tensor.to(distributed.device(), torch.float32).requires_grad_() for tensor in inputs]
     plain = [tensor.clone().requires_grad_() for tensor in inputs]

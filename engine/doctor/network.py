@@ -110,8 +110,8 @@ def _table(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     return (
         head,
         *(
-            f"{row['bytes']:>12} {row['seconds'] * 1e6:>12.1f} {row['algorithm_bandwidth'] / 1e9:>13.4f} "
-            f"{row['bus_bandwidth'] / 1e9:>13.4f}"
+            f"{row['bytes']:>12} {row['seconds'] * 1e6:>12.1f} {row['algorithm_bandwidth'] / 1e9:>13.3g} "
+            f"{row['bus_bandwidth'] / 1e9:>13.3g}"
             for row in rows
         ),
     )

@@ -1,8 +1,7 @@
-"""The product's promises, on this hardware: sharded AGVM is the twin, all stages are alike, a resumed run is the same."""
+"""The engine's promises on this hardware: sharded AGVM is its twin, all stages are alike, a resumed run is the same."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +33,6 @@ class Trace(NamedTuple):
     weights: list[Tensor]
 
 
-@functools.cache
 def twin_trace() -> Trace:
     with full_precision():
         plain, phi, mu = TwinRun(), [], []
@@ -50,6 +48,7 @@ class StageProofs:
     """One short run per stage, compared with the twin; the weights are kept to compare the stages."""
 
     weights: dict[int, list[Tensor]] = field(default_factory=dict)
+    twin: Trace | None = None  # on rank 0, the same for all stages
 
     def follows_twin(self, stage: int) -> Finding:
         phi, mu = [], []
@@ -62,7 +61,7 @@ class StageProofs:
         self.weights[stage] = weights
         measured: dict[str, float] = {}
         if distributed.rank() == 0:  # the twin computes all ranks' micro-batches: once is enough
-            plain = twin_trace()
+            plain = self.twin = self.twin or twin_trace()
             measured = {
                 "phi": max(map(relative, phi, plain.phi)),
                 "mu": max(map(relative, mu, plain.mu)),

@@ -17,27 +17,38 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from engine import distributed
+from engine.errors import first_line
 
 GRACE = 20.0
 _POLL = 0.5
 
 
 class Board:
-    """Errors of ranks, readable by all while collectives hang. Build it on all ranks together."""
+    """Errors of ranks, readable by all while collectives hang. Build it on all ranks together.
+
+    Without one (a firewall may let only MASTER_PORT through) a hang ends at the limit, and nobody is named.
+    """
 
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None
+        self.problem: str | None = None
         if distributed.world_size() > 1:
-            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            first = self._open(address, 0, server=True) if distributed.rank() == 0 else None
-            port = distributed.broadcast_object(first.port if first is not None else None)
-            self._store = first or self._open(address, port, server=False)
+            self._connect(os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
-    @staticmethod
-    def _open(address: str, port: int, *, server: bool) -> dist.TCPStore:
-        return dist.TCPStore(
-            address, port, is_master=server, wait_for_workers=False, timeout=timedelta(seconds=30), multi_tenant=True
-        )
+    def _connect(self, address: str) -> None:
+        store, problem = None, None
+        try:
+            store = _open(address, 0, server=True) if distributed.rank() == 0 else None
+        except (RuntimeError, OSError) as error:
+            problem = first_line(error)
+        port = distributed.broadcast_object(store.port if store is not None else None)
+        try:
+            if distributed.rank() and port is not None:
+                store = _open(address, port, server=False)
+        except (RuntimeError, OSError) as error:
+            problem = f"rank {distributed.rank()} has no connection to port {port} of {address} ({first_line(error)})"
+        self.problem = next((text for text in distributed.all_gather_objects(problem) if text), None)
+        self._store = store if self.problem is None else None
 
     def post(self, check: str, text: str) -> None:
         if self._store is not None:
@@ -47,6 +58,10 @@ class Board:
         if self._store is None or not self._store.check([check]):
             return None
         return self._store.get(check).decode()
+
+
+def _open(address: str, port: int, *, server: bool) -> dist.TCPStore:
+    return dist.TCPStore(address, port, is_master=server, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
 class Watchdog:
