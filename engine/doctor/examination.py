@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import distributed
+from engine import distributed, heartbeat
 from engine.doctor.finding import FAIL, PASS, SKIP, Finding, Outcome, Skipped
 from engine.doctor.watchdog import Board, Watchdog
 from engine.errors import UserError, first_line
@@ -78,7 +78,12 @@ class Examination:
                 status, finding = FAIL, Finding(text, False, {"traceback": traceback.format_exc()})
                 if self.watchdog.board is not None:
                     self.watchdog.board.post(name, text)
-            found = distributed.all_gather_objects((status, finding))
+            try:
+                found = distributed.all_gather_objects((status, finding))
+            except RuntimeError:  # another rank has ended: rank 0's watchdog, or one that the heartbeat names
+                heartbeat.settle()
+                self._leave(FAILED)
+                raise
         outcome = _together(name, found, time.monotonic() - began)
         self.outcomes.append(outcome)
         self._show(outcome)
