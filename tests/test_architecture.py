@@ -36,6 +36,7 @@ ROOMS = (
     "train",
     "inference",
     "planning",
+    "doctor",
     "study",
 )
 # Attributes that DeepSpeed puts on parameters, and tensors of its wrappers.
