@@ -5,6 +5,7 @@
   python benchmarks/hosts.py delay     # seconds per step against the delay: the slope is the number of round trips
   python benchmarks/hosts.py messages  # which collectives a step waits for, and who called them
   python benchmarks/hosts.py cut       # lose a host during a step: who ends when, and what is said; then resume
+  python benchmarks/hosts.py check     # whether this machine allows all this; if not, why (exit code 1)
   python benchmarks/hosts.py remove    # what a killed process left behind (otherwise nothing stays)
 
 `--repo PATH` runs the code of another checkout, to compare two versions. Linux, root and iproute2 are needed;
@@ -31,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from network_hosts import NetworkHosts, remove_leftovers
+from network_hosts import NetworkHosts, remove_leftovers, ssh_missing, why_not
 
 ROOT = Path(__file__).parents[1]
 PORT = "29500"  # free in every namespace
@@ -445,6 +446,21 @@ def is_rank(pid: int) -> bool:
     return False
 
 
+# -------------------------------------------------------------------- check, remove
+
+
+def check(options: argparse.Namespace) -> None:
+    reason = why_not()
+    if reason is not None:
+        raise SystemExit(reason)
+    missing = ssh_missing()
+    print(f"hosts can be made{'; without deepspeed, not installed: ' if missing else ''}{', '.join(missing)}")
+
+
+def remove(options: argparse.Namespace) -> None:
+    print("\n".join(remove_leftovers()) or "nothing was left")
+
+
 # -------------------------------------------------------------------- arguments
 
 
@@ -489,8 +505,8 @@ def main() -> None:
     five.add_argument("--launcher", choices=["torchrun", "deepspeed"], default="torchrun")
     five.add_argument("--verbose", action="store_true", help="show what the run printed")
 
-    six = commands.add_parser("remove", help="remove hosts that a killed process left")
-    six.set_defaults(function=lambda options: print("\n".join(remove_leftovers()) or "nothing was left"))
+    command(check, "whether hosts can be made here")
+    command(remove, "remove hosts that a killed process left")
 
     options = parser.parse_args()
     if options.command == "train" and options.arguments[:1] == ["--"]:
