@@ -422,7 +422,7 @@ def cut_case(options: argparse.Namespace, count: int, victim: int) -> tuple[str,
             time.sleep(0.1)
         launchers = time.monotonic() - began if time.monotonic() < deadline else None
         text = run.log.read_text()
-        sentences = sorted(set(re.findall(r"error: rank \d+ on .*", text)))
+        sentences = sorted(set(re.findall(r"error: (?:rank \d+ on|none of).*?last checkpoint", text)))
         reached = last_step(work)
         hosts.restore(victim)
         run.kill()
