@@ -4,7 +4,7 @@ Collectives do not: with a rank gone they wait for minutes or fail with a traceb
 one idle TCP connection to rank 0. If a process ends, its kernel closes the connection at once. If a host or the link to
 it fails, keepalive probes go unanswered for SILENCE seconds. The probes are the beat: kernels send and answer them. So
 a rank that is busy in a long call is not taken for dead, and nothing is done between the steps. Rank 0 tells all others
-whom it has lost.
+whom it has lost. If no other host answers, it says that its own is cut off, and does not blame the first of them.
 
 A rank that leaves on purpose says so first, with its exit code. If that is not 0, the others have GRACE seconds to
 leave by themselves, as they do after an error that all ranks know of.
@@ -19,6 +19,7 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ CONNECTING = 30.0
 # After a collective has failed, time for the connection to show why: the two notice a dead rank independently.
 SETTLING = 3.0
 _IDLE, _INTERVAL, _PROBES = 10, 5, 4  # _IDLE + _INTERVAL * _PROBES == SILENCE
+_LAST_HEARD = struct.Struct("56xI")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class _Link:
             raise ConnectionResetError(0, "its process has ended")
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
+
+    def silence(self) -> float:
+        """Seconds since the other side's kernel was last heard; 0 where the system does not tell."""
+        if not sys.platform.startswith("linux"):
+            return 0.0
+        with contextlib.suppress(OSError):
+            # tcpi_last_ack_recv of struct tcp_info, in milliseconds. Answers to probes count.
+            return _LAST_HEARD.unpack(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60))[0] / 1000
+        return 0.0
 
     def receive_one(self, deadline: float) -> dict[str, Any]:
         while True:
@@ -127,11 +138,9 @@ class _Watch:
     def _lose(self, member: Member, why: str) -> None:
         if not self._leaving:
             self._tell({"lost": asdict(member), "why": why})
-            self._end(
-                f"{member.label} is gone ({why}): this run ends; --resume continues it from its last checkpoint",
-                EXIT_CODE,
-                member,
-            )
+            silent = [other for link, other in self.links.items() if link.silence() > _IDLE + _INTERVAL]
+            problem = _loss(self.me, member, why, silent, list(self.links.values()))
+            self._end(f"{problem}: this run ends; --resume continues it from its last checkpoint", EXIT_CODE, member)
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self.me.rank == 0:
@@ -148,6 +157,15 @@ class _Watch:
         with contextlib.suppress(Exception):  # whatever fails now, this process ends
             self._before_end()
         os._exit(code)
+
+
+def _loss(me: Member, lost: Member, why: str, silent: list[Member], watched: list[Member]) -> str:
+    """What has happened. A host that hears no other of several is the one that is cut off."""
+    others = {member.host for member in watched} - {me.host}
+    answering = {member.host for member in watched if member not in silent and member != lost} - {me.host}
+    if len(others) > 1 and lost in silent and not answering:
+        return f"none of the {len(others)} other hosts answers {me.host} ({why}), so it seems to be cut off"
+    return f"{lost.label} is gone ({why})"
 
 
 _watch: _Watch | None = None

@@ -166,7 +166,7 @@ def test_strangers_are_turned_away():
 
 
 def test_the_kernel_notices_a_host_that_is_silent():
-    """No link can be cut here: the settings of the probes are what can be looked at."""
+    """The settings of the probes; tests/launch/test_hosts.py cuts a link."""
     server = heartbeat._listen("localhost", 2)
     assert server.getsockname()[0] == "127.0.0.1"  # nobody else can reach it
     link = heartbeat._Link(socket.create_connection(server.getsockname()))
@@ -176,3 +176,29 @@ def test_the_kernel_notices_a_host_that_is_silent():
     assert idle + interval * probes == heartbeat.SILENCE == 30
     link.socket.close()
     server.close()
+
+
+def test_a_link_knows_when_it_was_last_heard():
+    server = heartbeat._listen("localhost", 2)
+    link = heartbeat._Link(socket.create_connection(server.getsockname()))
+    link.send({"a": "message, which the other kernel acknowledges"})
+    time.sleep(0.4)
+    if sys.platform.startswith("linux"):
+        assert 0.3 < link.silence() < 5
+    link.socket.close()
+    assert link.silence() == 0
+    server.close()
+
+
+def test_a_host_that_hears_no_other_does_not_blame_one_of_them():
+    me, neighbour = Member(0, 0, "node1"), Member(1, 1, "node1")
+    second, third = Member(2, 0, "node2"), Member(3, 0, "node3")
+    everyone = [neighbour, second, third]
+
+    def sentence(silent: list[Member], watched: list[Member] = everyone) -> str:
+        return heartbeat._loss(me, second, "Connection timed out", silent, watched)
+
+    assert sentence([second]) == "rank 2 on node2 is gone (Connection timed out)"
+    assert "none of the 2 other hosts answers node1" in sentence([second, third])
+    assert "rank 2 on node2" in sentence([third])  # its process has ended: it did answer
+    assert "rank 2 on node2" in sentence([second], [neighbour, second])  # of two hosts, either may be cut off
