@@ -115,7 +115,10 @@ def step_time(plan: Plan, hardware: Hardware, way: Way | None = None) -> StepTim
 
     usual = [c for c in traffic if "window" not in c.when]
     gradients = seconds(c for c in usual if c.purpose == "gradients")
-    hidden = min(gradients, backward) if settings.overlap_comm and settings.stage >= 2 else 0.0
+    hidden = 0.0
+    if settings.overlap_comm and settings.stage and not settings.whole_gradient:
+        # Stage 1 reduces during the last backward of a step, the others during every one.
+        hidden = min(gradients, backward / steps if settings.stage == 1 else backward)
     weights = seconds(c for c in usual if c.purpose == "weights" and c.when == "boundary")
     fetches = [c for c in usual if c.purpose == "weights" and c.when == "micro-step"]
     # Gradients and weights use the same links: the time that hides gradients cannot hide weights too.
